@@ -8,7 +8,7 @@ from benchmarks.gpu.steps import UNFINISHED, WORKERS
 
 
 def main() -> int:
-    """Run the small shapes, each process a part of them; whether they are right, others test."""
+    """Run the checks of the small shapes, a part of them in each process."""
     arguments = options.parser(__doc__).parse_args()
     command = [sys.executable, "-m", "benchmarks.gpu.small_shapes", *sys.argv[1:]]
     num = 1 if arguments.dry_run else WORKERS

@@ -46,8 +46,8 @@ Times are medians in microseconds. The columns:
 MEANING_OF_ENGINE = """\
 Microseconds per token, while each of B sequences advances by one; prompts are not counted.
 **floor**: one read of the target's weights. All weights are random, so draft tokens are accepted by
-the toss of a coin; a pass then yields several tokens. These are times of the first run; [a second
-one](kernels.md#a-second-run) found rounds with drafts almost twice as fast."""
+the toss of a coin; a pass then yields several tokens. These are times of the first run; in [a
+second one](kernels.md#a-second-run) a round with drafts took 9270 µs, against 13191 here."""
 
 
 def read_lines(path: Path) -> list[dict]:

@@ -121,10 +121,10 @@ class DraftModelDrafter:
         ranks = self.runner.paged_model.ranks
         num_rows = [int(num > 0) for num in num_draft_tokens]
         step_ids, spans = self._unread(requests, texts, num_rows)
-        numbers = {"uniforms": uniforms}
+        random_inputs = {"uniforms": uniforms}
         if coupled_keys is not None:
             seeds, lengths = coupled_keys
-            numbers |= {"seeds": seeds, "lengths": lengths}
+            random_inputs |= {"seeds": seeds, "lengths": lengths}
         is_free = not has_rules and ranks is None and self._threshold is None
         for step in range(max(num_draft_tokens, default=0)):
             if not drafting:
@@ -133,10 +133,12 @@ class DraftModelDrafter:
             if len(drafting) < len(num_draft_tokens):
                 chosen = device_tensor(drafting, torch.int64, device)
                 row_sampling = sampling_of_rows(sampling, chosen)
-            own = {name: number[chosen] for name, number in numbers.items()}
-            if step == 0 and is_free and self.runner.capture is not None:
-                given = step_ids, spans, [num for num in num_draft_tokens if num]
-                drafts = self._graphed.write(*given, row_sampling, own, keeps_logits)
+            own = {name: value[chosen] for name, value in random_inputs.items()}
+            if step == 0 and is_free and self.runner.graphs is not None:
+                wanted = [num for num in num_draft_tokens if num]
+                drafts = self._graphed.write(
+                    step_ids, spans, wanted, row_sampling, own, keeps_logits
+                )
                 if drafts is not None:
                     width, draft_logits = drafts.token_ids.shape[1], drafts.logits
                     token_ids[chosen, :width] = drafts.token_ids

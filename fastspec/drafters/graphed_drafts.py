@@ -9,17 +9,16 @@ import torch
 from torch import Tensor
 
 from fastspec.drafters.base import SamplingTensors
-from fastspec.models.graphs import LEAST_WIDTH, Run, power_of_2, report_failure
+from fastspec.models.graphs import LEAST_WIDTH, MOST_TOKENS, Run, power_of_2
 from fastspec.models.layout import PagedStep, PassShape, Span, lay_out
 from fastspec.models.reduced_vocabulary import DraftVocabulary
 from fastspec.models.runner import ModelRunner
 from fastspec.models.transfer import host_tensor
 from fastspec_kernels import sample, sample_coupled
 
-MOST_CHAINS = 32  # the least recently used one makes room
-MOST_ROWS = 64  # texts; more keep the GPU busy longer than the host needs to launch a pass
-MOST_TOKENS = 512  # read first
-MOST_BYTES = 64 << 20  # of logits that a chain keeps
+MAX_CHAINS = 32  # graphs kept; the least recently used one is dropped
+MAX_REQUESTS = 64  # with more, a pass keeps the GPU busy for longer than its launch takes the host
+MAX_LOGIT_BYTES = 64 << 20  # logits kept by one graph
 
 
 class Drafts(NamedTuple):
@@ -31,7 +30,7 @@ class Drafts(NamedTuple):
 
 def draw(
     logits: Tensor,
-    numbers: dict[str, Tensor],
+    random_inputs: dict[str, Tensor],
     step: int,
     sampling: SamplingTensors,
     vocabulary: DraftVocabulary,
@@ -40,16 +39,16 @@ def draw(
     """Draw a token after each row of logits [R, V']; return tokens [R] and log-probabilities.
 
     Args:
-        numbers: "uniforms" [R, K] float32, or also "seeds" and "lengths" [R] int64 to draw by
+        random_inputs: "uniforms" [R, K] float32, or also "seeds" and "lengths" [R] int64 to draw by
             position instead.
     """
-    if "seeds" not in numbers:
-        draws = numbers["uniforms"][:, step].contiguous()
-        picked, logprobs = sample(logits, draws, **sampling, backend=backend)
-        known = vocabulary.token_map is None
-        return picked if known else vocabulary.tokens(picked), logprobs
+    if "seeds" not in random_inputs:
+        uniforms = random_inputs["uniforms"][:, step].contiguous()
+        picked, logprobs = sample(logits, uniforms, **sampling, backend=backend)
+        has_all = vocabulary.token_map is None
+        return picked if has_all else vocabulary.tokens(picked), logprobs
     whole = vocabulary.whole(logits)  # noise belongs to token ids, not columns
-    keys = numbers["seeds"], numbers["lengths"] + step
+    keys = random_inputs["seeds"], random_inputs["lengths"] + step
     return sample_coupled(whole, *keys, **sampling, backend=backend)
 
 
@@ -72,49 +71,52 @@ class GraphedDrafts:
         spans: list[Span],
         counts: list[int],
         sampling: SamplingTensors,
-        numbers: dict[str, Tensor],
+        random_inputs: dict[str, Tensor],
         keeps_logits: bool,
     ) -> Drafts | None:
         """Read the spans' tokens [T] int64, and continue each text by counts[b] >= 1 tokens.
 
         The result has max(counts) columns; from column counts[b] on, tokens are -1 and logits
-        without a meaning. None if the steps must run one by one: the model is not captured, these
-        sizes occur for the first time, or there is too much to do at once.
+        undefined. None if the steps must run pass by pass: the model is not captured, its runner
+        refuses the spans (`ModelRunner.drafting_spans`), these sizes occur for the first time, or a
+        limit above is exceeded.
+
+        Raises:
+            ValueError: the model cannot be captured, but must be.
         """
         runner, num_steps = self.runner, max(counts)
-        if runner.capture is None or (filled := runner.drafting_spans(spans)) is None:
+        if (graphs := runner.graphs) is None or graphs.capture is None:
+            return None
+        if (filled := runner.drafting_spans(spans)) is None:
             return None
         ends = [span.start + span.count for span in filled]
         width = -(-(max(map(sum, zip(ends, counts, strict=True))) - 1) // runner.block_size)
         num_rows = power_of_2(len(spans))
         num_tokens = num_rows * power_of_2(-(-len(input_ids) // num_rows))
         num_bytes = num_rows * num_steps * self.vocab_size * runner.paged_model.dtype.itemsize
-        is_large = num_rows > MOST_ROWS or num_tokens > MOST_TOKENS
-        if is_large or (keeps_logits and num_bytes > MOST_BYTES):
+        is_large = num_rows > MAX_REQUESTS or num_tokens > MOST_TOKENS
+        if is_large or (keeps_logits and num_bytes > MAX_LOGIT_BYTES):
             return None
-        # Twice as many sequences as rows: those that are added take the tokens that are added.
+        # At least one sequence is padding, to which the padding tokens belong: hence 2 * num_rows.
         shape = PassShape(2 * num_rows, num_tokens, num_rows, max(LEAST_WIDTH, power_of_2(width)))
-        given = {"uniforms": numbers["uniforms"][:, :num_steps]}
-        given |= {name: x for name, x in {**numbers, **sampling}.items() if name not in given}
-        given = {name: cast(Tensor, x) for name, x in given.items() if x is not None}
-        key = shape, num_steps, keeps_logits, *given
+        uniforms = random_inputs["uniforms"][:, :num_steps]
+        options = {**random_inputs, **sampling, "uniforms": uniforms}
+        draw_inputs = {name: cast(Tensor, x) for name, x in options.items() if x is not None}
+        key = shape, num_steps, keeps_logits, *draw_inputs
         is_new, chain = key not in self._chains, self._chains.pop(key, None)
         if chain is None and not is_new:
-            chain = StaticChain(self, shape, num_steps, keeps_logits, given)
+            chain = StaticChain(self, shape, num_steps, keeps_logits, draw_inputs)
         self._chains[key] = chain
-        while len(self._chains) > MOST_CHAINS:
+        while len(self._chains) > MAX_CHAINS:
             del self._chains[next(iter(self._chains))]
         if chain is None:
             return None
-        chain.fill(input_ids, filled, counts, given)
+        chain.fill(input_ids, filled, counts, draw_inputs)
         if chain.replay is None:
-            try:
-                chain.replay = runner.capture(chain.run)
-            except RuntimeError as error:
-                self._chains.clear()
-                runner.capture = None
-                report_failure(runner.paged_model, runner.must_capture, error)
-                return None
+            chain.replay = graphs.captured(chain.run)
+        if chain.replay is None:
+            self._chains.clear()
+            return None
         token_ids, logits = chain.replay()
         token_ids = token_ids[: len(spans)].clone()
         if min(counts) < num_steps:
@@ -131,50 +133,66 @@ class StaticChain:
         shape: PassShape,
         num_steps: int,
         keeps_logits: bool,
-        given: dict[str, Tensor],
+        draw_inputs: dict[str, Tensor],
     ):
         self.replay: Run | None = None
         self._runner, self._vocabulary = drafts.runner, drafts.vocabulary
         self._vocab_size, self._shape, self._keeps_logits = drafts.vocab_size, shape, keeps_logits
         model, device, num_rows = drafts.runner.paged_model, drafts.runner.device, shape.num_rows
-        # The first pass, then positions, slots and what each token reads besides of the others.
-        wide = [shape.wide_size, shape.num_tokens] + [num_rows] * 3 * (num_steps - 1)
-        # The first pass and what each sequence reads besides, lengths of the drafts, contexts.
-        narrow = [shape.narrow_size, shape.batch, num_rows] + [num_rows] * (num_steps - 1)
+        num_later = num_steps - 1
+        # int64: the first pass and per_token; then of each later step positions, slots, per_token.
+        wide = [shape.wide_size, shape.num_tokens, num_later * 3 * num_rows]
+        # int32: the first pass and per_sequence; draft lengths; then context_lens of later steps.
+        narrow = [shape.narrow_size, shape.batch, num_rows, num_later * num_rows]
         self._ids = torch.zeros(shape.num_tokens, dtype=torch.int64, device=device)
         self._wide = torch.zeros(sum(wide), dtype=torch.int64, device=device)
         self._narrow = torch.zeros(sum(narrow), dtype=torch.int32, device=device)
         self.columns = torch.arange(num_steps, dtype=torch.int32, device=device)
-        first, per_token, *later = self._wide.split(wide)
+        first, per_token, later = self._wide.split(wide)
         sizes = shape.batch, shape.num_tokens, model.backend
-        narrow_first, per_sequence, self.lengths, *contexts = self._narrow.split(narrow)
+        narrow_first, per_sequence, self.lengths, contexts = self._narrow.split(narrow)
         step = PagedStep.of(drafts.runner.caches, first, narrow_first, *sizes, spans=[])
-        self._runner.set_glimpse(step, per_token, per_sequence, True)
+        self._runner.set_draft_view(step, per_token, per_sequence, True)
         self._steps = [step]
         ends = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
-        shared = step.rows[:0], step.block_table[:num_rows]
-        for number, context_lens in enumerate(contexts):
-            positions, slots, per_token = later[3 * number : 3 * number + 3]
-            tail = context_lens, ends, slots, step.prompt_lens[:num_rows], model.backend
-            following = PagedStep(step.caches, positions, *shared, *tail)
-            self._runner.set_glimpse(following, per_token, per_sequence[:num_rows], False)
+        later_steps = later.view(num_later, 3, num_rows), contexts.view(num_later, num_rows)
+        for (positions, slots, per_token), context_lens in zip(*later_steps, strict=True):
+            following = PagedStep(
+                caches=step.caches,
+                positions=positions,
+                rows=step.rows[:0],
+                block_table=step.block_table[:num_rows],
+                context_lens=context_lens,
+                cu_rows=ends,
+                slot_mapping=slots,
+                prompt_lens=step.prompt_lens[:num_rows],
+                backend=model.backend,
+            )
+            self._runner.set_draft_view(following, per_token, per_sequence[:num_rows], False)
             self._steps.append(following)
-        self._given = {name: x.new_zeros((num_rows, *x.shape[1:])) for name, x in given.items()}
+        self._draw_inputs = {
+            name: value.new_zeros((num_rows, *value.shape[1:]))
+            for name, value in draw_inputs.items()
+        }
 
     def fill(
-        self, input_ids: Tensor, spans: list[Span], counts: list[int], given: dict[str, Tensor]
+        self,
+        input_ids: Tensor,
+        spans: list[Span],
+        counts: list[int],
+        draw_inputs: dict[str, Tensor],
     ) -> None:
         """Copy the padded layout, and what tokens are drawn with, into the buffers."""
         runner, shape, size = self._runner, self._shape, self._runner.block_size
         rows = [count - 1 for count in accumulate(span.count for span in spans)]
         most_tokens = min(shape.num_tokens, shape.width * size)
         wide, narrow = lay_out(spans, rows, size, shape, most_tokens)
-        per_token, per_sequence = runner.glimpse_values(spans, True)
+        per_token, per_sequence = runner.draft_view_values(spans, True)
         wide += padded(per_token, shape.num_tokens)
         narrow += padded(per_sequence, shape.batch) + padded(counts, shape.num_rows)
         last = [span.start + span.count - 1 for span in spans]
         for step in range(1, len(self._steps)):
-            # Drafts that have ended go on in the slot of nothing.
+            # A draft that has ended repeats its last position and writes nothing (slot -1).
             places = [end + min(step, num - 1) for end, num in zip(last, counts, strict=True)]
             later = [span.part(place, 1) for span, place in zip(spans, places, strict=True)]
             slots = [
@@ -182,25 +200,26 @@ class StaticChain:
                 for span, place, num in zip(later, places, counts, strict=True)
             ]
             wide += padded(places, shape.num_rows) + padded(slots, shape.num_rows, -1)
-            wide += padded(runner.glimpse_values(later, False)[0], shape.num_rows)
+            wide += padded(runner.draft_view_values(later, False)[0], shape.num_rows)
             narrow += padded([place + 1 for place in places], shape.num_rows, 1)
         self._ids[: len(input_ids)].copy_(input_ids)
         for buffer, values in ((self._wide, wide), (self._narrow, narrow)):
             copy = host_tensor(values, buffer.dtype, buffer.device)
             buffer.copy_(copy, non_blocking=True)
-        for name, value in given.items():
-            self._given[name][: len(value)].copy_(value)
+        for name, value in draw_inputs.items():
+            self._draw_inputs[name][: len(value)].copy_(value)
 
     def run(self) -> tuple[Tensor, Tensor | None]:
         """Run all steps on the buffers; return tokens [B, K] and their logits, if kept."""
         model, names = self._runner.paged_model, ("temperature", "top_k", "top_p", "min_p")
-        sampling: Any = {name: self._given.get(name) for name in names}
+        sampling: Any = {name: self._draw_inputs.get(name) for name in names}
         ids, tokens, kept = self._ids, [], []
         for number, step in enumerate(self._steps):
             rows = step.rows if number == 0 else None
             logits = model.forward(ids, step.positions, rows, step)[:, : self._vocab_size]
-            given = logits, self._given, number, sampling
-            picked, _ = draw(*given, self._vocabulary, model.backend)
+            picked, _ = draw(
+                logits, self._draw_inputs, number, sampling, self._vocabulary, model.backend
+            )
             tokens.append(picked)
             if self._keeps_logits:
                 kept.append(logits)

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 Run = Callable[[], Any]
 Capture = Callable[[Run], Run]  # records a function that works on static buffers
 # Lets a captured pass read buffers besides tokens and pages, and returns them.
-GlimpseBuffers = Callable[[PagedStep], tuple[Tensor, ...]]
+ViewBuffers = Callable[[PagedStep], tuple[Tensor, ...]]
 Tree = tuple[Tensor, Tensor]  # depths [B, N], ancestor_mask [B, N, words]
 
 
@@ -86,15 +86,6 @@ def capture_for(cuda_graphs: str, paged_model: PagedModel) -> Capture | None:
     return None if cuda_graphs == "off" else CudaCapture(paged_model.device)
 
 
-def report_failure(paged_model: PagedModel, must: bool, error: RuntimeError) -> None:
-    """Log that passes of the model run without graphs from now on; ValueError if they `must`."""
-    first_line = str(error).split("\n")[0]
-    message = f"{paged_model.name} cannot be captured in a CUDA graph: {first_line}"
-    if must:
-        raise ValueError(f"cuda_graphs: 'on', but {message}") from error
-    logger.warning("cuda_graphs: %s; its passes run without graphs", message)
-
-
 def bucket(shape: PassShape, block_size: int, num_nodes: int) -> tuple[PassShape, int] | None:
     """Return the sizes that a pass is padded to, and the maximum tokens of an added sequence.
 
@@ -124,7 +115,8 @@ class GraphedForward:
     """One model's short passes, captured when a combination of sizes first occurs.
 
     Sizes are rounded up to limit the number of graphs; the added padding affects no row. A pass
-    makes two copies to the device and waits for neither.
+    waits for none of its copies to the device: two for its layout, more for trees and for what a
+    draft reads of its target.
     """
 
     paged_model: PagedModel
@@ -141,12 +133,12 @@ class GraphedForward:
         spans: list[Span],
         rows: list[int],
         tree: Tree | None,
-        glimpse: tuple[Tensor, ...],
-        glimpse_buffers: GlimpseBuffers,
+        view_values: tuple[Tensor, ...],
+        view_buffers: ViewBuffers,
     ) -> Tensor | None:
         """See ModelRunner.forward; returns the logits of all tokens if `rows` is empty.
 
-        `tree` is the result of `build_tree`; `glimpse` goes to the glimpse_buffers of the captured
+        `tree` is the result of `build_tree`; `view_values` go to the `view_buffers` of the captured
         pass. Returns None if the pass must run without a graph.
 
         Raises:
@@ -159,19 +151,35 @@ class GraphedForward:
             return None
         shape, most_tokens = sizes
         if (static := self._passes.get((shape, num_nodes))) is None:
-            static = StaticPass(self, shape, num_nodes, glimpse_buffers)
+            static = StaticPass(self, shape, num_nodes, view_buffers)
             self._passes[shape, num_nodes] = static
         layout = lay_out(spans, rows, self.block_size, shape, most_tokens)
-        static.fill(input_ids, *layout, tree, [span.count for span in spans], glimpse)
+        static.fill(input_ids, *layout, tree, [span.count for span in spans], view_values)
         if static.replay is None:
-            try:
-                static.replay = self.capture(static.run)
-            except RuntimeError as error:
-                report_failure(self.paged_model, self.must, error)
-                self.capture = None
-                self._passes.clear()
-                return None
+            static.replay = self.captured(static.run)
+        if static.replay is None:
+            return None
         return static.replay()[: asked.num_rows or asked.num_tokens].clone()
+
+    def captured(self, run: Run) -> Run | None:
+        """Capture a function of static buffers; None, from now on, if the model does not allow it.
+
+        Raises:
+            ValueError: the model cannot be captured, but must be.
+        """
+        if self.capture is None:
+            return None
+        try:
+            return self.capture(run)
+        except RuntimeError as error:
+            first_line = str(error).split("\n")[0]
+            message = f"{self.paged_model.name} cannot be captured in a CUDA graph: {first_line}"
+            if self.must:
+                raise ValueError(f"cuda_graphs: 'on', but {message}") from error
+            logger.warning("cuda_graphs: %s; its passes run without graphs", message)
+            self.capture = None
+            self._passes.clear()
+            return None
 
     def keep_inputs(self, inputs: KeptInputs) -> None:
         """Store the inputs of some layers in every pass from now on."""
@@ -187,7 +195,7 @@ class StaticPass:
         graphs: GraphedForward,
         shape: PassShape,
         num_nodes: int,
-        glimpse_buffers: GlimpseBuffers,
+        view_buffers: ViewBuffers,
     ):
         self.replay: Run | None = None
         self._paged_model = model = graphs.paged_model
@@ -199,7 +207,7 @@ class StaticPass:
         buffers = self._wide, self._narrow
         self._step = PagedStep.of(graphs.caches, *buffers, *sizes, model.backend, spans=[])
         self._step.inputs = graphs.inputs
-        self._glimpse = glimpse_buffers(self._step)
+        self._view = view_buffers(self._step)
         if num_nodes:
             mask = (shape.batch, num_nodes, -(-num_nodes // 64))
             self._step.ancestor_mask = torch.zeros(mask, dtype=torch.int64, device=device)
@@ -211,14 +219,14 @@ class StaticPass:
         narrow: list[int],
         tree: Tree | None,
         counts: list[int],
-        glimpse: tuple[Tensor, ...],
+        view_values: tuple[Tensor, ...],
     ) -> None:
         """Copy a padded pass into the buffers, with the structure of its trees, if any."""
         step, device = self._step, self._ids.device
         self._ids[: len(input_ids)].copy_(input_ids)
         self._wide.copy_(host_tensor(wide, torch.int64, device), non_blocking=True)
         self._narrow.copy_(host_tensor(narrow, torch.int32, device), non_blocking=True)
-        for buffer, values in zip(self._glimpse, glimpse, strict=True):
+        for buffer, values in zip(self._view, view_values, strict=True):
             buffer[: len(values)].copy_(values)
         if tree is not None and step.ancestor_mask is not None:
             depths, ancestor_mask = tree

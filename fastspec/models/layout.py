@@ -113,7 +113,7 @@ class PagedStep:
         inputs: pages for the inputs of some layers.
         given: these inputs, [T, E] by layer, for `store_inputs`.
         chunks: the pass as seen by each layer that attends in chunks, by layer index.
-        glimpse: a draft's view of its target.
+        target_view: what a draft reads of its target: `PagedStates` or `PagedGlimpse`.
         calls: calls of our attention, recorded only in the probing pass.
     """
 
@@ -131,7 +131,7 @@ class PagedStep:
     inputs: "KeptInputs | None" = None
     given: dict[int, Tensor] = field(default_factory=dict)
     chunks: "dict[int, PagedStep]" = field(default_factory=dict)
-    glimpse: Any = None
+    target_view: Any = None
     calls: list[AttentionCall] | None = None
 
     @classmethod

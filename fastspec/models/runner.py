@@ -22,8 +22,10 @@ from fastspec_kernels import build_tree, compact_kv
 class ModelRunner:
     """One model with its caches; block tables are passed in, so models can share them.
 
-    Passes that draft may be captured together, see `fastspec.drafters.graphed_drafts`; for these
-    a subclass says what its passes read besides tokens and pages.
+    Passes may be captured one by one (`GraphedForward`), or all steps of a draft together
+    (`fastspec.drafters.graphed_drafts`). The runner of a draft that also reads its target overrides
+    what is about that: `view_buffers` and `view_values` for single passes, `draft_view_values` and
+    `set_draft_view` for drafts.
 
     Args:
         caches: caches to read and write, of a runner of the model whose layers, or the first of
@@ -59,40 +61,40 @@ class ModelRunner:
         self.inputs: KeptInputs | None = None
         self._num_blocks, self.block_size = num_blocks, block_size
         self._chunk_size = chunk_size
-        self.capture: Capture | None = None
-        self.must_capture = False
         self.graphs: GraphedForward | None = None
         if capture := capture_for(cuda_graphs, paged_model):
             self.capture_with(capture, must=cuda_graphs == "on")
 
     def capture_with(self, capture: Capture, must: bool) -> None:
         """From now on, replay short passes; see `GraphedForward`."""
-        self.capture, self.must_capture = capture, must
         self.graphs = GraphedForward(self.paged_model, self.caches, self.block_size, capture, must)
 
-    def glimpse_buffers(self, step: PagedStep) -> tuple[Tensor, ...]:
-        """Let a captured pass read buffers besides tokens and pages; return them."""
+    def view_buffers(self, step: PagedStep) -> tuple[Tensor, ...]:
+        """Set `step.target_view` of a pass to be captured; return the buffers that it reads."""
         return ()
 
-    def glimpse(self, spans: list[Span], parents: Tensor | None) -> tuple[Tensor, ...] | None:
-        """Return what a pass over the spans reads of the buffers; None = it is not captured."""
+    def view_values(self, spans: list[Span], parents: Tensor | None) -> tuple[Tensor, ...] | None:
+        """Return what `view_buffers` hold for a pass over these spans; None = run it uncaptured."""
         return ()
 
     def drafting_spans(self, spans: list[Span]) -> list[Span] | None:
-        """Return the slots that drafting from these spans fills first; None = not by graphs."""
+        """Return the slots that the first pass of a draft fills; None = draft pass by pass."""
         return spans if self.inputs is None else None
 
-    def glimpse_values(self, spans: list[Span], is_first: bool) -> tuple[list[int], list[int]]:
-        """Return a number per token and one per sequence for `set_glimpse`, or nothing.
+    def draft_view_values(self, spans: list[Span], is_known: bool) -> tuple[list[int], list[int]]:
+        """Return a number per token and one per sequence for `set_draft_view`, or no numbers.
 
-        is_first: whether the pass reads what was committed, rather than a draft token.
+        is_known: whether the target has read the tokens, which is so in the first pass of a draft.
         """
         return [], []
 
-    def set_glimpse(
-        self, step: PagedStep, per_token: Tensor, per_sequence: Tensor, is_first: bool
+    def set_draft_view(
+        self, step: PagedStep, per_token: Tensor, per_sequence: Tensor, is_known: bool
     ) -> None:
-        """Let a captured pass read the numbers: [T] int64 and [B] int32, 0 for what is added."""
+        """Set `step.target_view` of a pass of a draft to be captured.
+
+        per_token [T] int64 and per_sequence [B] int32 are filled before each replay; 0 for padding.
+        """
 
     def whole_caches(self, layers: list[int]) -> list[KVCache]:
         """Return the pages of these layers, with the keys and values of all heads."""
@@ -135,10 +137,11 @@ class ModelRunner:
         if self.graphs is not None and rows != []:
             every_row = rows == list(range(len(input_ids)))
             kept = [] if every_row else rows or []
-            glimpse = self.glimpse(spans, parents)
-            if glimpse is not None:
-                given = input_ids, spans, kept, tree, glimpse, self.glimpse_buffers
-                logits = self.graphs.forward(*given)
+            values = self.view_values(spans, parents)
+            if values is not None:
+                logits = self.graphs.forward(
+                    input_ids, spans, kept, tree, values, self.view_buffers
+                )
                 if logits is not None:
                     return logits
         step = self._step(spans, rows or [], parents)
@@ -230,35 +233,6 @@ class SplitRunner(ModelRunner):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self._whole: dict[int, KVCache] = {}
-
-    def capture_with(self, capture: Capture, must: bool) -> None:
-        """From now on, replay short passes; see `GraphedForward`."""
-        self.capture, self.must_capture = capture, must
-        self.graphs = GraphedForward(self.paged_model, self.caches, self.block_size, capture, must)
-
-    def glimpse_buffers(self, step: PagedStep) -> tuple[Tensor, ...]:
-        """Let a captured pass read buffers besides tokens and pages; return them."""
-        return ()
-
-    def glimpse(self, spans: list[Span], parents: Tensor | None) -> tuple[Tensor, ...] | None:
-        """Return what a pass over the spans reads of the buffers; None = it is not captured."""
-        return ()
-
-    def drafting_spans(self, spans: list[Span]) -> list[Span] | None:
-        """Return the slots that drafting from these spans fills first; None = not by graphs."""
-        return spans if self.inputs is None else None
-
-    def glimpse_values(self, spans: list[Span], is_first: bool) -> tuple[list[int], list[int]]:
-        """Return a number per token and one per sequence for `set_glimpse`, or nothing.
-
-        is_first: whether the pass reads what was committed, rather than a draft token.
-        """
-        return [], []
-
-    def set_glimpse(
-        self, step: PagedStep, per_token: Tensor, per_sequence: Tensor, is_first: bool
-    ) -> None:
-        """Let a captured pass read the numbers: [T] int64 and [B] int32, 0 for what is added."""
 
     def whole_caches(self, layers: list[int]) -> list[KVCache]:
         """See `ModelRunner.whole_caches`; all processes must request the same layers.

@@ -1,9 +1,9 @@
 """Asynchronous copies from the host.
 
-A round of the engine uploads the layout of each forward pass in two buffers, the last committed
-tokens, and for the kernels the seeds, positions and sampling parameters of its requests. It waits
-for the device once, when `verify` reads back what was accepted, and once more if a request wants
-log-probabilities.
+A round of the engine uploads the layout of each forward pass, or of all steps of a draft that are
+one graph, in two buffers, the last committed tokens, and for the kernels the seeds, positions and
+sampling parameters of its requests. It waits for the device once, when `verify` reads back what was
+accepted, and once more if a request wants log-probabilities.
 """
 
 from collections.abc import Sequence

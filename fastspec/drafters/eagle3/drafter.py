@@ -68,17 +68,17 @@ class EagleRunner(ModelRunner):
                 return torch.empty((0, self.paged_model.num_columns), device=self.device)
         return super().forward(input_ids, shifted(spans), rows, parents)
 
-    def glimpse_buffers(self, step: PagedStep) -> tuple[Tensor, ...]:
-        """See `ModelRunner.glimpse_buffers`: each row's slot to read, and whose state that is."""
-        read = torch.zeros_like(step.slot_mapping)
-        is_known = torch.zeros_like(read, dtype=torch.bool)
-        states = self._inputs_read, self._own, is_known, read, step.slot_mapping
-        step.glimpse = PagedStates(*states)
-        return read, is_known
+    def view_buffers(self, step: PagedStep) -> tuple[Tensor, ...]:
+        """See `ModelRunner.view_buffers`: each row's slot to read, and whose state that is."""
+        slots = torch.zeros_like(step.slot_mapping)
+        is_known = torch.zeros_like(slots, dtype=torch.bool)
+        self._let_read(step, slots, is_known)
+        return slots, is_known
 
-    def glimpse(self, spans: list[Span], parents: Tensor | None) -> tuple[Tensor, ...] | None:
-        known = [place < span.target_len for span in spans for place in places_of(span)]
-        return self._read(spans, known, parents), device_tensor(known, torch.bool, self.device)
+    def view_values(self, spans: list[Span], parents: Tensor | None) -> tuple[Tensor, ...] | None:
+        is_known = are_known(spans)
+        slots = self._read(spans, is_known, parents)
+        return slots, device_tensor(is_known, torch.bool, self.device)
 
     def drafting_spans(self, spans: list[Span]) -> list[Span] | None:
         """See `ModelRunner.drafting_spans`; the target must know what comes before each token."""
@@ -86,23 +86,25 @@ class EagleRunner(ModelRunner):
         fits = all(x.start >= 0 and x.start + x.count <= x.target_len for x in filled)
         return filled if fits else None
 
-    def glimpse_values(self, spans: list[Span], is_first: bool) -> tuple[list[int], list[int]]:
-        """See `ModelRunner.glimpse_values`: the slots of the states that rows read."""
-        return self._slots_read(spans, [is_first] * sum(span.count for span in spans)), []
+    def draft_view_values(self, spans: list[Span], is_known: bool) -> tuple[list[int], list[int]]:
+        """See `ModelRunner.draft_view_values`: the slots of the states that rows read."""
+        return self._slots_read(spans, [is_known] * sum(span.count for span in spans)), []
 
-    def set_glimpse(
-        self, step: PagedStep, per_token: Tensor, per_sequence: Tensor, is_first: bool
+    def set_draft_view(
+        self, step: PagedStep, per_token: Tensor, per_sequence: Tensor, is_known: bool
     ) -> None:
-        is_known = [is_first] * len(per_token)
-        given = self._inputs_read, self._own, is_known, per_token, step.slot_mapping
-        step.glimpse = PagedStates(*given)
+        self._let_read(step, per_token, [is_known] * len(per_token))
 
     def _step(self, spans: list[Span], rows: list[int], parents: Tensor | None = None) -> PagedStep:
         step = super()._step(spans, rows)
-        is_known = [place < span.target_len for span in spans for place in places_of(span)]
-        read = self._read(spans, is_known, parents)
-        step.glimpse = PagedStates(self._inputs_read, self._own, is_known, read, step.slot_mapping)
+        is_known = are_known(spans)
+        self._let_read(step, self._read(spans, is_known, parents), is_known)
         return step
+
+    def _let_read(self, step: PagedStep, slots: Tensor, is_known: list[bool] | Tensor) -> None:
+        """Let the rows of a pass read the states in these slots, see `PagedStates`."""
+        states = self._inputs_read, self._own, is_known, slots, step.slot_mapping
+        step.target_view = PagedStates(*states)
 
     def _read(self, spans: list[Span], is_known: list[bool], parents: Tensor | None) -> Tensor:
         """Return the slots [T] int64 of the states that rows read."""
@@ -138,6 +140,11 @@ class EagleRunner(ModelRunner):
 def shifted(spans: list[Span]) -> list[Span]:
     """Return the slots of the spans' rows, each one before its token's."""
     return [span.part(span.start - 1, span.count) for span in spans]
+
+
+def are_known(spans: list[Span]) -> list[bool]:
+    """Return, for each row, whether the target has read the token before the row's."""
+    return [place < span.target_len for span in spans for place in places_of(span)]
 
 
 def places_of(span: Span) -> range:

@@ -214,7 +214,7 @@ class EagleDraft(PreTrainedModel, GenerationMixin):
         **kwargs,
     ) -> CausalLMOutputWithPast:
         embeddings = self.embed_tokens(input_ids)
-        states: PagedStates | None = paged_step.glimpse
+        states: PagedStates | None = paged_step.target_view
         # The pass that probes the model has no states.
         hidden = torch.zeros_like(embeddings) if states is None else states.read(self.fuse)
         joined, residual = self.join(embeddings, hidden)
@@ -329,7 +329,7 @@ class FlatEagle3:
     def forward(
         self, input_ids: Tensor, positions: Tensor, rows: Tensor | None, step: PagedStep
     ) -> Tensor:
-        draft, states = self._draft, cast(PagedStates, step.glimpse)
+        draft, states = self._draft, cast(PagedStates, step.target_view)
         embeddings = draft.midlayer.input_layernorm(draft.embed_tokens(input_ids)).float()
         read, factors = states.read(draft.fc)[0].float(), self._table.factors(positions)
         hidden = run_layers([self._layer], read, *factors, step, embeddings).to(draft.dtype)

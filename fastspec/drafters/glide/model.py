@@ -124,7 +124,7 @@ class GlideDecoderLayer(LlamaDecoderLayer):
         )
         hidden_states = hidden_states + attended
         if glimpse is None and paged_step is not None:
-            glimpse = paged_step.glimpse
+            glimpse = paged_step.target_view
         if glimpse is not None:
             hidden_states = hidden_states + self.cross_attn(
                 hidden_states, position_ids, position_embeddings, glimpse

@@ -78,9 +78,9 @@ class FlatGlide:
         factors = _factors(self._table, positions)
         for layer, table in self._layers:
             hidden = hidden + _attend(layer, layer.input_layernorm(hidden), factors, step)
-            if step.glimpse is not None:
+            if step.target_view is not None:
                 crossing = factors if table is None else _factors(table, positions)
-                hidden = hidden + _cross(layer, hidden, crossing, step.glimpse)
+                hidden = hidden + _cross(layer, hidden, crossing, step.target_view)
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
         hidden = hidden if rows is None else hidden[rows]
         return self._draft.lm_head(base.norm(hidden))
@@ -154,40 +154,43 @@ class GlideRunner(ModelRunner):
 
     def _step(self, spans: list[Span], rows: list[int], parents: Tensor | None = None) -> PagedStep:
         step = super()._step(spans, rows)
-        lengths = step.context_lens
-        if not (is_reading := are_read(spans)):
-            _, target_lens = self.glimpse_values(spans, is_first=False)
+        lengths, is_reading = step.context_lens, is_reading_prompt(spans)
+        if not is_reading:
+            target_lens = [span.target_len for span in spans]
             lengths = device_tensor(target_lens, torch.int32, self.device)
-        given = step.block_table, lengths, step.cu_rows, is_reading, step.backend
-        step.glimpse = PagedGlimpse(self._target_caches, *given)
+        step.target_view = self._view(step, lengths, is_causal=is_reading)
         return step
 
-    def glimpse_buffers(self, step: PagedStep) -> tuple[Tensor, ...]:
-        """See `ModelRunner.glimpse_buffers`: how many tokens of the target each sequence sees."""
+    def view_buffers(self, step: PagedStep) -> tuple[Tensor, ...]:
+        """See `ModelRunner.view_buffers`: how many tokens of the target each sequence sees."""
         target_lens = torch.zeros_like(step.context_lens)
-        self.set_glimpse(step, step.slot_mapping, target_lens, False)
+        step.target_view = self._view(step, target_lens, is_causal=False)
         return (target_lens,)
 
-    def glimpse(self, spans: list[Span], parents: Tensor | None) -> tuple[Tensor, ...] | None:
-        if are_read(spans):
+    def view_values(self, spans: list[Span], parents: Tensor | None) -> tuple[Tensor, ...] | None:
+        target_lens = [span.target_len for span in spans]
+        if is_reading_prompt(spans):
             return None
-        return (device_tensor([x.target_len for x in spans], torch.int32, self.device),)
+        return (device_tensor(target_lens, torch.int32, self.device),)
 
     def drafting_spans(self, spans: list[Span]) -> list[Span] | None:
         """See `ModelRunner.drafting_spans`."""
-        return None if are_read(spans) else spans
+        return None if is_reading_prompt(spans) else spans
 
-    def glimpse_values(self, spans: list[Span], is_first: bool) -> tuple[list[int], list[int]]:
-        """See `ModelRunner.glimpse_values`: how many tokens of the target each sequence sees."""
+    def draft_view_values(self, spans: list[Span], is_known: bool) -> tuple[list[int], list[int]]:
+        """See `ModelRunner.draft_view_values`: how many tokens of the target a sequence sees."""
         return [], [span.target_len for span in spans]
 
-    def set_glimpse(
-        self, step: PagedStep, per_token: Tensor, per_sequence: Tensor, is_first: bool
+    def set_draft_view(
+        self, step: PagedStep, per_token: Tensor, per_sequence: Tensor, is_known: bool
     ) -> None:
-        given = step.block_table, per_sequence, step.cu_rows, False, step.backend
-        step.glimpse = PagedGlimpse(self._target_caches, *given)
+        step.target_view = self._view(step, per_sequence, is_causal=False)
+
+    def _view(self, step: PagedStep, lengths: Tensor, is_causal: bool) -> PagedGlimpse:
+        pages = step.block_table, lengths, step.cu_rows
+        return PagedGlimpse(self._target_caches, *pages, is_causal, step.backend)
 
 
-def are_read(spans: list[Span]) -> bool:
-    """Whether the target has read all of the tokens, so that a pass over them is no draft."""
+def is_reading_prompt(spans: list[Span]) -> bool:
+    """Whether the target has read all of the tokens, so that the pass drafts nothing."""
     return all(span.start + span.count <= span.target_len for span in spans)

@@ -22,10 +22,10 @@ def few_rows_kernel(
     BLOCK_K: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Program (block of outputs): those of the first matrix, then those of the next.
+    """Program (block of outputs): the blocks of the first matrix, then those of the next.
 
-    Each warp adds up a slice of the inputs: the products of one warp wait for each other, and a
-    single one would not keep up with memory.
+    Each warp sums a slice of the inputs, because a warp's products wait for each other and one
+    chain would not keep up with memory.
     """
     block = tl.program_id(0)
     weight, out, size = weights[0], outs[0], sizes[0]
