@@ -380,7 +380,7 @@ MUTATIONS = [
         ("place + 1 for place in places", "place for place in places"),
         ("end + min(step, num - 1) for", "end + step - 1 for"),
         ("padded(slots, shape.num_rows, -1)", "padded(slots, shape.num_rows, 0)"),
-        ("token_ids = token_ids[: len(spans)].clone()", "token_ids = token_ids[: len(spans)]"),
+        ("logits[: len(spans)].clone()", "logits[: len(spans)]"),
         ("if min(counts) < num_steps:", "if False:"),
         (
             "key = shape, num_steps, keeps_logits, *draw_inputs",

@@ -22,7 +22,8 @@ MAX_LOGIT_BYTES = 64 << 20  # logits kept by one graph
 
 
 class Drafts(NamedTuple):
-    """What a draft model wrote: tokens [B, K] int32, and their logits [B, K, V'] if kept."""
+    """What a draft model wrote: tokens [B, K] int32, valid until it writes again, and their logits
+    [B, K, V'] if kept."""
 
     token_ids: Tensor
     logits: Tensor | None
@@ -118,7 +119,7 @@ class GraphedDrafts:
             self._chains.clear()
             return None
         token_ids, logits = chain.replay()
-        token_ids = token_ids[: len(spans)].clone()
+        token_ids = token_ids[: len(spans)]
         if min(counts) < num_steps:
             token_ids.masked_fill_(chain.lengths[: len(spans), None] <= chain.columns, -1)
         return Drafts(token_ids, None if logits is None else logits[: len(spans)].clone())

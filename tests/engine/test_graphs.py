@@ -364,6 +364,17 @@ def test_passes_that_read_their_target_with_graphs(tmp_path, method, is_tree, te
     assert capture.num_captured > 3
 
 
+def test_eagle_drafts_of_which_tokens_are_graphs(tmp_path):
+    """Those whose target has read what comes before each token that the first pass reads."""
+    target = random_model("llama", num_hidden_layers=6)
+    drafter, spec = draft_of("eagle3", target, tmp_path)
+    runner = draft_model_of(Engine(target, drafter, spec=spec)).runner
+    read = Span([0, 1], 5, 2, target_len=6)
+    assert runner.drafting_spans([read]) == [read.part(4, 2)]
+    assert runner.drafting_spans([read, read.part(5, 3)]) is None
+    assert runner.drafting_spans([Span([0, 1], 0, 2, target_len=1)]) is None
+
+
 class AllSeen(dict):
     """As if every combination of sizes had occurred before."""
 
@@ -456,10 +467,10 @@ def test_few_graphs_of_drafts_are_kept(monkeypatch):
     drafts = GraphedDrafts(runner, DraftVocabulary(VOCAB_SIZE), VOCAB_SIZE)
     sampling = {"temperature": None, "top_k": None, "top_p": None, "min_p": None}
 
-    def write(num_steps, batch=1, keeps_logits=False):
+    def write(num_steps, batch=1, keeps_logits=False, token_id=0):
         spans = [Span([b], 0, 1) for b in range(batch)]
         numbers = {"uniforms": torch.rand(batch, 9)}
-        ids, counts = torch.zeros(batch, dtype=torch.int64), [num_steps] * batch
+        ids, counts = torch.full((batch,), token_id), [num_steps] * batch
         return drafts.write(ids, spans, counts, sampling, numbers, keeps_logits)
 
     assert [write(n) is not None for n in (1, 2, 3, 1, 4)] == [False] * 3 + [True, False]
@@ -475,7 +486,11 @@ def test_few_graphs_of_drafts_are_kept(monkeypatch):
     for _ in range(2):
         assert write(4, keeps_logits=True) is None
     assert write(3, keeps_logits=True) is None
-    assert write(3, keeps_logits=True).logits.shape == (1, 3, VOCAB_SIZE)
+    logits = write(3, keeps_logits=True).logits
+    assert logits.shape == (1, 3, VOCAB_SIZE)
+    before = logits.clone()
+    write(3, keeps_logits=True, token_id=7)
+    assert torch.equal(logits, before)  # a cascade writes twice before its logits are read
 
 
 def test_a_drafter_that_goes_takes_its_graphs_along():
