@@ -68,6 +68,7 @@ class ModelRunner:
     def capture_with(self, capture: Capture, must: bool) -> None:
         """From now on, replay short passes; see `GraphedForward`."""
         self.graphs = GraphedForward(self.paged_model, self.caches, self.block_size, capture, must)
+        self.graphs.inputs = self.inputs
 
     def view_buffers(self, step: PagedStep) -> tuple[Tensor, ...]:
         """Set `step.target_view` of a pass to be captured; return the buffers that it reads."""
