@@ -72,7 +72,7 @@ def capture_for(cuda_graphs: str, paged_model: PagedModel) -> Capture | None:
     """
     reason = None
     if paged_model.device.type != "cuda":
-        reason = f"runs on {paged_model.device.type}, but graphs need a CUDA device"
+        reason = f"runs on {paged_model.device.type}; graphs need a CUDA device"
     elif paged_model.recurrent is not None:
         reason = "has recurrent layers, which read sequences one by one"
     elif paged_model.decoder_start_id is not None:
