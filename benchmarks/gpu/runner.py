@@ -33,16 +33,14 @@ class Runner:
         print(f"[{elapsed:5.0f} s, {self.remaining():5.0f} s left] {text}", flush=True)
 
     def run_all(self, steps: tuple[Step, ...], report: Step) -> None:
-        few = max(
-            1.0, 1.0 / max(sum(step.share for step in steps), 1e-9)
-        )  # steps have all the time
+        shares = sum(step.share for step in steps)
+        stretch = 1.0 / shares if 0 < shares < 1 else 1.0  # few steps share all of the time
         for step in steps:
             if self.state.is_done(step.name):
                 self.say(f"{step.name}: done before")
                 continue
-            seconds = min(
-                few * step.share * self.total, self.remaining() - min(RESERVE, self.total / 4)
-            )
+            most = stretch * step.share * self.total
+            seconds = min(most, self.remaining() - min(RESERVE, self.total / 4))
             if seconds < LEAST:
                 self.say(f"{step.name}: not run, no time left")
                 self.state.set(step.name, Outcome(NOT_RUN, detail="no time left"))
