@@ -375,8 +375,8 @@ MUTATIONS = [
     ),
     *_of(
         "fastspec/drafters/graphed_drafts.py",
-        "tests/engine/test_graphs.py",
-        ("place % size if step < num else -1", "place % size"),
+        "tests/engine/test_graphed_drafts.py",
+        ("span.slot(place, size) if step < num else -1", "span.slot(place, size)"),
         ("place + 1 for place in places", "place for place in places"),
         ("end + min(step, num - 1) for", "end + step - 1 for"),
         ("padded(slots, shape.num_rows, -1)", "padded(slots, shape.num_rows, 0)"),
@@ -398,14 +398,14 @@ MUTATIONS = [
     ),
     *_of(
         "fastspec/drafters/eagle3/drafter.py",
-        "tests/engine/test_graphs.py",
+        "tests/engine/test_graphed_drafts.py",
         ("num_blocks * block_size + 1, size", "num_blocks * block_size, size"),
         ("x.start + x.count <= x.target_len for x in filled", "x.count for x in filled"),
-        ("return torch.where(known, read, self._slots_of_parents(spans, parents))", "return read"),
+        ("torch.where(known, slots, self._slots_of_parents(spans, parents))", "slots"),
     ),
     *_of(
         "fastspec/models/graphs.py",
-        "tests/engine/test_graphs.py",
+        "tests/engine/test_graphed_drafts.py",
         ("            buffer[: len(values)].copy_(values)\n", "            pass\n"),
     ),
 ]

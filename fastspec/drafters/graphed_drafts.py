@@ -87,6 +87,7 @@ class GraphedDrafts:
         """
         runner, num_steps = self.runner, max(counts)
         if (graphs := runner.graphs) is None or graphs.capture is None:
+            self._chains.clear()
             return None
         if (filled := runner.drafting_spans(spans)) is None:
             return None
@@ -116,7 +117,6 @@ class GraphedDrafts:
         if chain.replay is None:
             chain.replay = graphs.captured(chain.run)
         if chain.replay is None:
-            self._chains.clear()
             return None
         token_ids, logits = chain.replay()
         token_ids = token_ids[: len(spans)]
@@ -197,7 +197,7 @@ class StaticChain:
             places = [end + min(step, num - 1) for end, num in zip(last, counts, strict=True)]
             later = [span.part(place, 1) for span, place in zip(spans, places, strict=True)]
             slots = [
-                span.block_table[place // size] * size + place % size if step < num else -1
+                span.slot(place, size) if step < num else -1
                 for span, place, num in zip(later, places, counts, strict=True)
             ]
             wide += padded(places, shape.num_rows) + padded(slots, shape.num_rows, -1)

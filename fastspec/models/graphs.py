@@ -133,13 +133,13 @@ class GraphedForward:
         spans: list[Span],
         rows: list[int],
         tree: Tree | None,
-        view_values: tuple[Tensor, ...],
+        view_values: Callable[[], tuple[Tensor, ...] | None],
         view_buffers: ViewBuffers,
     ) -> Tensor | None:
         """See ModelRunner.forward; returns the logits of all tokens if `rows` is empty.
 
-        `tree` is the result of `build_tree`; `view_values` go to the `view_buffers` of the captured
-        pass. Returns None if the pass must run without a graph.
+        `tree` is the result of `build_tree`; `view_values` returns what goes to the `view_buffers`
+        of the captured pass. Returns None if the pass must run without a graph.
 
         Raises:
             ValueError: the model cannot be captured, but must be.
@@ -147,14 +147,14 @@ class GraphedForward:
         num_nodes = 0 if tree is None else tree[1].shape[1]
         asked = PassShape.of(spans, rows, self.block_size)
         sizes = bucket(asked, self.block_size, num_nodes)
-        if self.capture is None or sizes is None:
+        if self.capture is None or sizes is None or (values := view_values()) is None:
             return None
         shape, most_tokens = sizes
         if (static := self._passes.get((shape, num_nodes))) is None:
             static = StaticPass(self, shape, num_nodes, view_buffers)
             self._passes[shape, num_nodes] = static
         layout = lay_out(spans, rows, self.block_size, shape, most_tokens)
-        static.fill(input_ids, *layout, tree, [span.count for span in spans], view_values)
+        static.fill(input_ids, *layout, tree, [span.count for span in spans], values)
         if static.replay is None:
             static.replay = self.captured(static.run)
         if static.replay is None:

@@ -93,6 +93,10 @@ class Span:
         """Return a span of other tokens of the same sequence."""
         return replace(self, start=start, count=count)
 
+    def slot(self, place: int, block_size: int) -> int:
+        """Return the cache slot of the sequence's token at a place."""
+        return self.block_table[place // block_size] * block_size + place % block_size
+
 
 @dataclass
 class PagedStep:

@@ -1,5 +1,7 @@
 """Forward passes of one model over packed, ragged batches of sequences in the paged cache."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -138,13 +140,12 @@ class ModelRunner:
         if self.graphs is not None and rows != []:
             every_row = rows == list(range(len(input_ids)))
             kept = [] if every_row else rows or []
-            values = self.view_values(spans, parents)
-            if values is not None:
-                logits = self.graphs.forward(
-                    input_ids, spans, kept, tree, values, self.view_buffers
-                )
-                if logits is not None:
-                    return logits
+            view_values = partial(self.view_values, spans, parents)
+            logits = self.graphs.forward(
+                input_ids, spans, kept, tree, view_values, self.view_buffers
+            )
+            if logits is not None:
+                return logits
         step = self._step(spans, rows or [], parents)
         positions = step.positions
         if self.paged_model.chunk_size is not None:

@@ -76,9 +76,10 @@ class EagleRunner(ModelRunner):
         return slots, is_known
 
     def view_values(self, spans: list[Span], parents: Tensor | None) -> tuple[Tensor, ...] | None:
-        is_known = are_known(spans)
-        slots = self._read(spans, is_known, parents)
-        return slots, device_tensor(is_known, torch.bool, self.device)
+        slots, is_known = self._reads(spans, parents)
+        if isinstance(is_known, list):
+            is_known = device_tensor(is_known, torch.bool, self.device)
+        return slots, is_known
 
     def drafting_spans(self, spans: list[Span]) -> list[Span] | None:
         """See `ModelRunner.drafting_spans`; the target must know what comes before each token."""
@@ -97,8 +98,7 @@ class EagleRunner(ModelRunner):
 
     def _step(self, spans: list[Span], rows: list[int], parents: Tensor | None = None) -> PagedStep:
         step = super()._step(spans, rows)
-        is_known = are_known(spans)
-        self._let_read(step, self._read(spans, is_known, parents), is_known)
+        self._let_read(step, *self._reads(spans, parents))
         return step
 
     def _let_read(self, step: PagedStep, slots: Tensor, is_known: list[bool] | Tensor) -> None:
@@ -106,23 +106,24 @@ class EagleRunner(ModelRunner):
         states = self._inputs_read, self._own, is_known, slots, step.slot_mapping
         step.target_view = PagedStates(*states)
 
-    def _read(self, spans: list[Span], is_known: list[bool], parents: Tensor | None) -> Tensor:
-        """Return the slots [T] int64 of the states that rows read."""
-        read = device_tensor(self._slots_read(spans, is_known), torch.int64, self.device)
+    def _reads(
+        self, spans: list[Span], parents: Tensor | None
+    ) -> tuple[Tensor, list[bool] | Tensor]:
+        """Return the slots [T] int64 of the states that rows read, and whether each is known."""
+        is_known = are_known(spans)
+        slots = device_tensor(self._slots_read(spans, is_known), torch.int64, self.device)
         if parents is None:
-            return read
+            return slots, is_known
         known = device_tensor(is_known, torch.bool, self.device)
-        return torch.where(known, read, self._slots_of_parents(spans, parents))
+        return torch.where(known, slots, self._slots_of_parents(spans, parents)), known
 
     def _slots_read(self, spans: list[Span], is_known: list[bool]) -> list[int]:
         """Return each row's own slot for the target's state, the one before it for the draft's."""
-        size, rows = self.block_size, zip(spans, map(places_of, spans), strict=True)
-        sources = [(span.block_table, place) for span, places in rows for place in places]
-        slots = []
-        for (table, place), known in zip(sources, is_known, strict=True):
-            source = place if known else place - 1
-            slots.append(table[source // size] * size + source % size)
-        return slots
+        rows = [(span, place) for span in spans for place in places_of(span)]
+        return [
+            span.slot(place if known else place - 1, self.block_size)
+            for (span, place), known in zip(rows, is_known, strict=True)
+        ]
 
     def _slots_of_parents(self, spans: list[Span], parents: Tensor) -> Tensor:
         """Return the slots [T] int64 of each row's parent's state, for rows of token trees."""

@@ -75,7 +75,7 @@ class PagedStates:
         inputs: pages of the target's hidden states, one head per state.
         own: [slots, E], hidden states of the draft.
         is_known: for each row, whether the target has read the token before the row's; a bool
-            tensor [T] in captured passes where that differs.
+            tensor [T] in captured passes and for token trees.
         slots: [T] int64, the slot of that token's state, in `inputs` if known, else in `own`.
         row_slots: [T] int64, the slots of the rows.
     """

@@ -168,9 +168,9 @@ class GlideRunner(ModelRunner):
         return (target_lens,)
 
     def view_values(self, spans: list[Span], parents: Tensor | None) -> tuple[Tensor, ...] | None:
-        target_lens = [span.target_len for span in spans]
         if is_reading_prompt(spans):
             return None
+        target_lens = [span.target_len for span in spans]
         return (device_tensor(target_lens, torch.int32, self.device),)
 
     def drafting_spans(self, spans: list[Span]) -> list[Span] | None:
