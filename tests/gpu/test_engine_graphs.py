@@ -7,7 +7,7 @@ from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec.models.layout import Span
 from fastspec.models.paged_model import PagedModel
 from fastspec.models.runner import ModelRunner
-from tests.engine.test_graphs import draft_of
+from tests.engine.test_graphed_drafts import draft_of
 from tests.gpu.backends import needs_gpu
 from tests.models import VOCAB_SIZE, perturbed, random_model
 
