@@ -1,7 +1,7 @@
 """The input and the result of a method's build function."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -115,16 +115,19 @@ class DrafterContext:
                 expected = "a draft model by its path or hub id, whose tokenizer is read"
                 raise ValueError(f"heterogeneous_vocab: 'intersection' needs {expected}")
             return read(source, self.config)
+        config = self.config
+        if self.target_model is not None:
+            config = replace(config, device=str(self.target_model.device))
         if is_reduced(field, source, self.read_config):
             target = load_model("target", self.target_model or self.target, self.config)
             read_with = partial(read_reduced, target=target)
-            return load_model(field, source, self.config, read_with, target)
+            return load_model(field, source, config, read_with, target)
         if self.tokenizer is None:
-            return read(source, self.config)
+            return read(source, config)
         own = self.read_tokenizer(field, source)
         if load is not None:
             check_same_tokenizer(self.tokenizer, own)
-        model = read(source, self.config)
+        model = read(source, config)
         if self.tokenizer.get_vocab() == own.get_vocab():
             return model
         if model.config.is_encoder_decoder:

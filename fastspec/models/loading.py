@@ -89,7 +89,9 @@ def load_model(
         model = from_pretrained(path, **options)
     except (*_LOADING_ERRORS, SafetensorError, UnpicklingError, RuntimeError) as error:
         raise _not_loaded(field, "", source, error) from error
-    if model.device != torch.empty(0, device=device).device:  # quantised models may refuse to move
+    # What a draft shares with its target is there already; quantised models may refuse to move.
+    devices = {parameter.device for parameter in model.parameters()}
+    if devices != {torch.empty(0, device=device).device}:
         model.to(device)
     use_huge_pages(model, beside)
     return model

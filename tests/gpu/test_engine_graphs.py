@@ -78,6 +78,7 @@ def test_a_round_waits_once(monkeypatch, tmp_path, method):
     drafter, spec = perturbed(model, 0.3).cuda(), SpecConfig(method, num_speculative_tokens=4)
     if method in ("eagle3", "glide"):
         drafter, spec = draft_of(method, model, tmp_path)
+        drafter = drafter.cuda() if method == "glide" else drafter
     elif method not in ("draft_model", "tree"):
         drafter = None
     engine = Engine(model, drafter, spec=spec, config=EngineConfig(cuda_graphs="on"))

@@ -1,0 +1,44 @@
+"""Draft models from files are where their target is, and there as a whole.
+
+The stand-in for a GPU is PyTorch's word that there is one.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+from fastspec import Engine, EngineConfig, SpecConfig
+from fastspec.models.loading import load_model
+
+from ..models import perturbed, random_model
+from .eagle3_models import write_folder as write_eagle3
+from .glide_models import random_glide
+from .helpers import GREEDY, PROMPTS
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", "glide"])
+def test_files_go_where_the_target_is(tmp_path, monkeypatch, method):
+    target = random_model("llama", num_hidden_layers=6)
+    if method == "eagle3":
+        write_eagle3(tmp_path, target)
+    else:
+        draft = random_glide(target) if method == "glide" else perturbed(target, 0.3)
+        draft.save_pretrained(tmp_path)
+    expected = Engine(target).generate(PROMPTS, GREEDY)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    outputs = Engine(target, tmp_path, spec=SpecConfig(method)).generate(PROMPTS, GREEDY)
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
+
+
+def test_a_draft_that_shares_what_is_there_moves(tmp_path, monkeypatch):
+    """Its first weight is the target's, so it says that it is where the target is."""
+    (tmp_path / "config.json").write_text("{}")
+    draft, moved = random_model("llama"), []
+    draft.lm_head = nn.Linear(1, 1, device="meta")
+    monkeypatch.setattr(draft, "to", moved.append)
+    config = EngineConfig(device="cpu")
+    for expected in ([torch.device("cpu")], []):
+        moved.clear()
+        assert load_model("drafter", tmp_path, config, lambda *args, **options: draft) is draft
+        assert moved == expected
+        draft.lm_head = nn.Linear(1, 1)
