@@ -139,24 +139,23 @@ def match_suffix(batch: int, machine: Machine) -> Case:
 def attention(op: str, batch: int, machine: Machine, tokens: int, context: int) -> Case:
     """As kernels/fastspec_kernels/triton/attention.py cuts it up; the context is as long as the
     block table."""
-    group, chunk, run = HEADS // KV_HEADS, 512, 2048
+    group, run = HEADS // KV_HEADS, 2048
     few = tokens * group <= 32
-    block_m = 32 if few else 64
-    wanted, least = 512 // KV_HEADS, batch * tokens * group // 64 + batch
-    is_split = context > (8192 if 2 * least > wanted else chunk)
-    step = -(-batch * -(-tokens * group // 32) * (-(-context // chunk)) // wanted) * chunk
-    unit = chunk if step <= chunk else run
+    block_m, chunk = (32, 256) if few else (64, 512)
+    wanted, least = 256 // KV_HEADS, batch * tokens * group // 64 + batch
+    is_split = context > (8192 if least > wanted else 256)
+    step = -(-batch * -(-tokens * group // 64) * (-(-context // 256)) // wanted) * 256
+    unit = chunk if step < run else run
     parts = -(-context // (-(-step // unit) * unit)) if is_split else 1
-    partials = -(-context // unit) if parts > 1 else 1
+    partials = -(-context // unit) if parts > 1 else 0
     kind, of = op.removesuffix("_attention"), "b1" if is_split else "b64"
     name = f"{kind} q{5 if few else 16} d128 {of} bf16"
     own = load()["kernels"][name]
     keys = context / parts
     read = keys * 2 * HEAD_SIZE * ITEM
     written = block_m * HEAD_SIZE * ITEM
-    if is_split:  # its partials, or a state that grows from run to run
-        states = partials / parts if parts > 1 else 2 * -(-context // run) - 1
-        written = block_m * HEAD_SIZE * 4 * states
+    if parts > 1:
+        written = block_m * HEAD_SIZE * 4 * partials / parts
     threads = 32 * own["warps"]
     step = 2 * own["block_n"] * HEAD_SIZE * ITEM
     phase = Phase(
@@ -175,8 +174,8 @@ def attention(op: str, batch: int, machine: Machine, tokens: int, context: int) 
         launches.append(Launch(name, idle * KV_HEADS, threads, (), 0, 1))
     if is_split:
         rows = batch * tokens * HEADS
-        # A warp for each head; seven partials are on their way.
-        merged = Phase(HEAD_SIZE * 4 * partials, 7 * HEAD_SIZE * 4, cached=True)
+        # A warp for each head; 24 partials are on their way.
+        merged = Phase(HEAD_SIZE * 4 * partials, 24 * HEAD_SIZE * 4, cached=True)
         launches.append(Launch("merge d128", rows, 32, (merged,), 0, 0, 3))
     floor = batch * (context * 2 * SLOT + tokens * HEADS * HEAD_SIZE * ITEM * 2)
     shape = {"B": batch, "tokens": tokens, "context": context}

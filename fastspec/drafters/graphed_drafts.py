@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastspec.drafters.base import SamplingTensors
-from fastspec.models.graphs import LEAST_WIDTH, MOST_TOKENS, Run, power_of_2
+from fastspec.models.graphs import LEAST_WIDTH, MOST_TOKENS, Run, is_near, power_of_2
 from fastspec.models.layout import PagedStep, PassShape, Span, lay_out
 from fastspec.models.reduced_vocabulary import DraftVocabulary
 from fastspec.models.runner import ModelRunner
@@ -105,6 +105,8 @@ class GraphedDrafts:
         options = {**random_inputs, **sampling, "uniforms": uniforms}
         draw_inputs = {name: cast(Tensor, x) for name, x in options.items() if x is not None}
         key = shape, num_steps, keeps_logits, *draw_inputs
+        if self._chains.get(key) is None:
+            key = self._near(*key) or key
         is_new, chain = key not in self._chains, self._chains.pop(key, None)
         if chain is None and not is_new:
             chain = StaticChain(self, shape, num_steps, keeps_logits, draw_inputs)
@@ -119,10 +121,25 @@ class GraphedDrafts:
         if chain.replay is None:
             return None
         token_ids, logits = chain.replay()
-        token_ids = token_ids[: len(spans)]
+        token_ids = token_ids[: len(spans), :num_steps]
         if min(counts) < num_steps:
-            token_ids.masked_fill_(chain.lengths[: len(spans), None] <= chain.columns, -1)
-        return Drafts(token_ids, None if logits is None else logits[: len(spans)].clone())
+            ends_before = chain.lengths[: len(spans), None] <= chain.columns[:num_steps]
+            token_ids.masked_fill_(ends_before, -1)
+        kept = None if logits is None else logits[: len(spans), :num_steps].clone()
+        return Drafts(token_ids, kept)
+
+    def _near(
+        self, shape: PassShape, num_steps: int, keeps_logits: bool, *draw_inputs: str
+    ) -> tuple | None:
+        """The key of the smallest graph of these or somewhat larger sizes, if there is one."""
+        found = []
+        for key, chain in self._chains.items():
+            larger, most_steps, *others = key
+            is_like = others == [keeps_logits, *draw_inputs] and is_near(larger, shape)
+            is_captured = chain is not None and chain.replay is not None
+            if is_captured and is_like and num_steps <= most_steps <= 2 * num_steps:
+                found.append(key)
+        return min(found, key=lambda key: (key[1], key[0].num_tokens), default=None)
 
 
 class StaticChain:
@@ -208,7 +225,8 @@ class StaticChain:
             copy = host_tensor(values, buffer.dtype, buffer.device)
             buffer.copy_(copy, non_blocking=True)
         for name, value in draw_inputs.items():
-            self._draw_inputs[name][: len(value)].copy_(value)
+            place = tuple(map(slice, value.shape))
+            self._draw_inputs[name][place].copy_(value)
 
     def run(self) -> tuple[Tensor, Tensor | None]:
         """Run all steps on the buffers; return tokens [B, K] and their logits, if kept."""

@@ -22,6 +22,7 @@ from fastspec.models.transfer import host_tensor
 
 MOST_TOKENS = 512  # a longer pass keeps the GPU busy longer than the host needs to launch it
 LEAST_WIDTH = 64  # blocks per row of the block table; wider rows cost nothing to read
+CHEAP_TOKENS = 128  # up to these, a pass takes little longer than reading the weights
 logger = logging.getLogger(__name__)
 
 Run = Callable[[], Any]
@@ -89,13 +90,15 @@ def capture_for(cuda_graphs: str, paged_model: PagedModel) -> Capture | None:
 def bucket(shape: PassShape, block_size: int, num_nodes: int) -> tuple[PassShape, int] | None:
     """Return the sizes that a pass is padded to, and the maximum tokens of an added sequence.
 
-    Tokens are rounded up by up to a quarter, sequences and table widths to powers of 2, with enough
-    sequences for the added tokens: up to `num_nodes` in each, unless that is 0. None for passes
-    that are not captured: long ones, and those that only fill the cache.
+    Tokens are rounded up by up to a half, or a quarter where each counts, sequences and table
+    widths to powers of 2, with enough sequences for the added tokens: up to `num_nodes` in each,
+    unless that is 0. None for passes that are not captured: long ones, and those that only fill
+    the cache.
     """
     if not 0 < shape.num_tokens <= MOST_TOKENS:
         return None
-    step = 1 << max(0, (shape.num_tokens - 1).bit_length() - 3)
+    steps = 2 if shape.num_tokens <= CHEAP_TOKENS else 3  # as a power of 2, of twice the tokens
+    step = 1 << max(0, (shape.num_tokens - 1).bit_length() - steps)
     num_tokens = -(-shape.num_tokens // step) * step
     width = max(LEAST_WIDTH, power_of_2(shape.width))
     most_tokens = min(num_nodes or num_tokens, width * block_size)
@@ -103,6 +106,12 @@ def bucket(shape: PassShape, block_size: int, num_nodes: int) -> tuple[PassShape
     batch = power_of_2(shape.batch + added)
     num_rows = power_of_2(shape.num_rows) if shape.num_rows else 0
     return PassShape(batch, num_tokens, num_rows, width), most_tokens
+
+
+def is_near(larger: PassShape, shape: PassShape) -> bool:
+    """Whether padding a pass of these sizes to the larger ones takes little longer."""
+    at_most_twice = all(a <= b <= 2 * a for a, b in zip(shape, larger, strict=True))
+    return at_most_twice and larger.num_tokens <= max(shape.num_tokens, CHEAP_TOKENS)
 
 
 def power_of_2(number: int) -> int:
@@ -114,9 +123,9 @@ def power_of_2(number: int) -> int:
 class GraphedForward:
     """One model's short passes, captured when a combination of sizes first occurs.
 
-    Sizes are rounded up to limit the number of graphs; the added padding affects no row. A pass
-    waits for none of its copies to the device: two for its layout, more for trees and for what a
-    draft reads of its target.
+    Sizes are rounded up to limit the number of graphs, and to those of an existing graph where that
+    takes little longer; the added padding affects no row. A pass waits for none of its copies to
+    the device: two for its layout, more for trees and for what a draft reads of its target.
     """
 
     paged_model: PagedModel
@@ -149,6 +158,8 @@ class GraphedForward:
         sizes = bucket(asked, self.block_size, num_nodes)
         if self.capture is None or sizes is None or (values := view_values()) is None:
             return None
+        if (sizes[0], num_nodes) not in self._passes:
+            sizes = self._near(asked, sizes[0], num_nodes) or sizes
         shape, most_tokens = sizes
         if (static := self._passes.get((shape, num_nodes))) is None:
             static = StaticPass(self, shape, num_nodes, view_buffers)
@@ -160,6 +171,19 @@ class GraphedForward:
         if static.replay is None:
             return None
         return static.replay()[: asked.num_rows or asked.num_tokens].clone()
+
+    def _near(
+        self, asked: PassShape, shape: PassShape, num_nodes: int
+    ) -> tuple[PassShape, int] | None:
+        """The smallest sizes near `shape` of which there is a graph, as `bucket` returns them."""
+        found = []
+        for (larger, nodes), static in self._passes.items():
+            if nodes == num_nodes and static.replay is not None and is_near(larger, shape):
+                most_tokens = min(nodes or larger.num_tokens, larger.width * self.block_size)
+                added = -(-(larger.num_tokens - asked.num_tokens) // most_tokens)
+                if asked.batch + added <= larger.batch:
+                    found.append((larger, most_tokens))
+        return min(found, key=lambda sizes: sizes[0].num_tokens, default=None)
 
     def captured(self, run: Run) -> Run | None:
         """Capture a function of static buffers; None, from now on, if the model does not allow it.

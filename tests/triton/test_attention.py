@@ -127,8 +127,8 @@ def row_of(case: Paged, b: int, num_rows: int, last: int) -> Paged:
 
 @pytest.mark.parametrize(("window", "dtype"), [(0, torch.float32), (50, torch.float16)])
 def test_bits_of_a_row_depend_on_nothing_else(monkeypatch, fixed_order_products, window, dtype):
-    """Alone or in a batch, with more rows or fewer, split or whole: the same bits."""
-    lengths, rows = [600, 90, 300], [20, 40, 5]
+    """Alone or in a batch, with more rows or fewer of their kind, split or whole: the same bits."""
+    lengths, rows = [600, 90, 300], [20, 40, 5]  # two of each packed: many, many, few
     case = paged(lengths, rows, num_kv_heads=1, head_size=48, dtype=dtype)
     options = {"sliding_window": window, "backend": "triton"}
     monkeypatch.setattr(attention, "PROGRAMS_WANTED", 64)
@@ -136,7 +136,7 @@ def test_bits_of_a_row_depend_on_nothing_else(monkeypatch, fixed_order_products,
     for programs in (1, 8):
         monkeypatch.setattr(attention, "PROGRAMS_WANTED", programs)
         assert torch.equal(tree_attention(*case.tensors, **options), whole)
-        for b, (num_rows, behind) in enumerate([(1, 3), (5, 0), (2, 2)]):
+        for b, (num_rows, behind) in enumerate([(17, 3), (30, 5), (2, 2)]):
             alone = row_of(case, b, num_rows, lengths[b] - behind - 1)
             last = int(case.cu_rows[b + 1]) - behind
             out = tree_attention(*alone.tensors, **options)
@@ -188,19 +188,20 @@ def test_hostile_numbers_stay_inside_the_cache(mask):
 def test_room_for_partials():
     """None where no sequence can be long, or enough programs have all; never more than 256 MB."""
     room = attention.room_for_partials
-    assert room(1, 64, 160, 128, 512) == 0
-    assert room(1, 64, 160, 128, 8192) == 160 * 17
-    assert room(1, 64, 160, 128, 2**17) == 2**14 + 160
-    assert room(84, 64, 10240, 128, 8192) == 0
-    assert room(84, 64, 10240, 128, 2**14) == 10240 * 9
-    assert room(84, 64, 10240, 128, 2**17) == 2**28 // 520 - 10240
-    assert room(128, 64, 2**15, 128, 2**17) == 2**28 // 520 - 2**15
-    assert room(129, 64, 2**16, 128, 2**17) == 0
+    assert room(1, 32, 160, 128, 256) == 0
+    assert room(1, 32, 160, 128, 8192) == 160 * 33
+    assert room(1, 32, 160, 128, 2**17) == 2**16 + 160
+    assert room(84, 32, 10240, 128, 8192) == 0
+    assert room(84, 32, 10240, 128, 2**14) == 10240 * 9
+    assert room(84, 32, 10240, 128, 2**17) == 2**28 // 520
+    assert room(128, 32, 2**15, 128, 2**17) == 2**28 // 520
+    assert room(129, 32, 2**16, 128, 2**17) == 0
 
 
-@pytest.mark.parametrize(("length", "window"), [(4700, 0), (2700, 1500)])
+@pytest.mark.parametrize(("length", "window"), [(4700, 0), (2700, 1500), (16500, 0)])
 def test_bits_do_not_depend_on_the_number_of_splits(monkeypatch, length, window):
-    """Whole, split at the ends of runs among two or three programs, and at those of chunks."""
+    """Whole, split at the ends of runs among two or three programs, and at those of chunks; more
+    runs than are merged at once."""
     case = paged([length], [2], num_kv_heads=1, group=1, block_size=64)
     found = []
     for programs in (1, 2, 3, 64):

@@ -30,7 +30,8 @@ def compile_all(capability: int) -> list[dict]:
 def test_instructions(capability):
     """Tensor cores and 16-byte loads are used; registers and shared memory suffice.
 
-    There are no spills but in large tiles: on an H200 4 warps that spill beat 8 that do not.
+    On an H200, large tiles of 4 warps that spill beat those of 8 that do not. Few rows of sequences
+    that may be shared spill some numbers outside of the loops; they, too, were the faster for it.
     """
     lines = compile_all(capability)
     assert len(lines) == 29
@@ -41,7 +42,8 @@ def test_instructions(capability):
         )
         # The widest heads in float32 compile and fit, but no more.
         may_spill = is_large or shape == "q1 d256 b64 fp32"
-        assert line["spills"] <= (256 if may_spill else 0), line
+        is_split = " d128 b1 " in shape
+        assert line["spills"] <= (272 if may_spill else 12 if is_split else 0), line
         assert line["shared"] <= SHARED[capability], line
         assert line["loads16"] > 0, line
         if kind.rstrip("8+") not in ("chain", "tree", "cross"):
@@ -49,8 +51,11 @@ def test_instructions(capability):
         # Keys and values of the next step are on their way while those of one are multiplied.
         assert line["in_flight"] >= 2, line
         assert line[LARGE_TILES[capability] if is_large else "mma"] > 0, line
-        if kind == "chain" and shape in ("q1 d64 b64 bf16", "q1 d128 b1 bf16"):
-            # Two programs fit on a processor of a data centre's GPU.
+        two = [("chain", "q1 d64 b64 bf16"), ("chain", "q1 d128 b1 bf16")]
+        if capability in (90, 100):
+            two += [("tree", "q16 d128 b1 bf16"), ("tree", "q16 d128 b64 bf16")]
+        if (kind, shape) in two:
+            # Two programs fit on a multiprocessor of a data centre's GPU.
             assert 2 * 128 * line["registers"] <= 2**16, line
             assert capability == 120 or 2 * line["shared"] <= SHARED[capability] - 2**10, line
         is_read = kind.endswith("8") and capability >= 89

@@ -8,14 +8,14 @@ import triton.language as tl
 from torch import Tensor
 
 from fastspec_kernels.triton.attention_kernels import attention_kernel, merge_kernel
-from fastspec_kernels.triton.attention_shares import CHUNK, RUN, TILE
+from fastspec_kernels.triton.attention_shares import FEW_CHUNK, RUN, TILE
 from fastspec_kernels.triton.attention_softmax import LOG2_E
 from fastspec_kernels.triton.cache import numbers_or_bytes
 from fastspec_kernels.triton.launch import launch
 
 MAX_HEAD_SIZE = 512  # half of it in float32: larger heads do not fit into the registers
 FEW_ROWS = 32
-PROGRAMS_WANTED = 512  # about four per multiprocessor of a large GPU
+PROGRAMS_WANTED = 256  # about two per multiprocessor of a large GPU, which holds no more
 LONG = 2**13  # table slots from which a sequence may be too long for one program
 PARTIAL_BYTES = 256 * 2**20  # maximum scratch for shared sequences
 _DOT_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -106,16 +106,17 @@ def room_for_partials(tiles: int, wanted: int, num_rows: int, head_size: int, ca
 
     Args:
         tiles, wanted: minimum and desired number of programs per KV head.
-        num_rows: rows of all heads; each has one more partial. With very many, as for a long
-            prompt, the merge would cost more than sharing gains.
+        num_rows: rows of all heads. With very many, as for a long prompt, the merge would cost more
+            than sharing gains.
     """
     most = PARTIAL_BYTES // ((head_size + 2) * 4)
-    if capacity <= (LONG if 2 * tiles > wanted else CHUNK.value) or num_rows > most // 8:
+    if capacity <= (LONG if tiles > wanted else FEW_CHUNK.value) or num_rows > most // 8:
         return 0
-    chunks, runs = -(-capacity // CHUNK.value), -(-capacity // RUN.value)
-    # Parts are chunks only where there are no more chunks than programs.
-    room = min(num_rows * chunks, max(num_rows * runs, PROGRAMS_WANTED * TILE.value)) + num_rows
-    return min(room, most - num_rows)
+    chunks, runs = -(-capacity // FEW_CHUNK.value), -(-capacity // RUN.value)
+    # Units are chunks only where a program's part is less than a run; more rows have larger ones.
+    in_chunks = PROGRAMS_WANTED * (RUN.value // FEW_CHUNK.value) * FEW_ROWS
+    room = min(num_rows * chunks, max(num_rows * runs, in_chunks)) + num_rows
+    return min(room, most)
 
 
 def most_shares(rows: str, batch: int, num_rows: int, block_m: int, programs: int) -> int:
@@ -127,7 +128,7 @@ def most_shares(rows: str, batch: int, num_rows: int, block_m: int, programs: in
     """
     if rows == "few":
         return batch + programs
-    # Tiles larger than `TILE` do not always reduce their number equally: 65 to 96 rows are 2 or 3.
+    # What counts once may be several smaller tiles.
     return batch + num_rows // block_m + programs * max(TILE.value // block_m, 1)
 
 
@@ -200,9 +201,8 @@ def _attend(
     capability = torch.cuda.get_device_capability(query.device) if on_gpu else (9, 0)
     common, room = choose(query, key_cache, block_table, mask, scoring, return_logsumexp)
     programs = max(PROGRAMS_WANTED // num_kv_heads, 1) if room > 0 else 0
-    num_partials = room + num_tokens * num_heads if room > 0 else 0
-    partial = query.new_empty((num_partials, head_size), dtype=torch.float32)
-    partial_stats = query.new_empty((num_partials, 2), dtype=torch.float32)
+    partial = query.new_empty((room, head_size), dtype=torch.float32)
+    partial_stats = query.new_empty((room, 2), dtype=torch.float32)
     shares = context_lens.new_empty((batch, 3) if room > 0 else 0, dtype=torch.int64)
     tree = scoring.ancestor_mask
     sinks = context_lens if scoring.sinks is None else scoring.sinks

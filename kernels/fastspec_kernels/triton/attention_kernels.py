@@ -4,7 +4,13 @@ import triton
 import triton.language as tl
 
 from fastspec_kernels.triton.attention_masks import row_limits, span, visible_keys
-from fastspec_kernels.triton.attention_shares import BLOCK_BATCH, CHUNK, RUN, share_of_program
+from fastspec_kernels.triton.attention_shares import (
+    BLOCK_BATCH,
+    CHUNK,
+    FEW_CHUNK,
+    RUN,
+    share_of_program,
+)
 from fastspec_kernels.triton.attention_softmax import (
     attend_block,
     block_numbers,
@@ -14,11 +20,13 @@ from fastspec_kernels.triton.attention_softmax import (
 )
 from fastspec_kernels.triton.cache_kernels import round_to
 
+MERGED = tl.constexpr(8)  # partials whose loads are waited for together
+
 # The keys of a row are accumulated in a fixed tree: blocks of keys in order within a chunk, chunks
 # in order within a run, and then the runs. If several programs share a sequence, each writes the
-# state of each of its chunks or runs; a program that has a sequence to itself accumulates its runs,
-# so the bits of a row depend neither on the sharing nor, within one kind of rows (few or many), on
-# the number of rows of its sequence.
+# state of each of its chunks or runs, and a second kernel merges them; a program that has a
+# sequence to itself accumulates its runs. So the bits of a row depend neither on the sharing nor,
+# within one kind of rows (few or many), on the number of rows of its sequence.
 
 
 @triton.jit(do_not_specialize=["batch", "num_blocks", "capacity", "num_nodes", "programs", "room"])
@@ -31,10 +39,10 @@ def attention_kernel(
     cu_rows,  # [B + 1]
     ancestor_mask,  # [B, N, words] of a tree
     sinks,  # [H], where V.sinks
-    out,  # [T, H, D], unless V.split
+    out,  # [T, H, D]
     logsumexp,  # [T, H], where V.logsumexp
-    partial,  # [room + T * H, D], if V.split: for shared sequences, and one state per row
-    partial_stats,  # [room + T * H, 2], peak and total, if V.split
+    partial,  # [room, D] of shared sequences, if V.split
+    partial_stats,  # [room, 2], peak and total, if V.split
     shares,  # [B, 3] int64, if V.split: results of share_of_program for each sequence
     batch,
     num_blocks,
@@ -61,8 +69,9 @@ def attention_kernel(
     """
     lengths = (context_lens, cu_rows, batch, capacity, sliding_window)
     b, tile, part, parts, unit, length, base = share_of_program(lengths, programs, room, V)
+    base = tl.where(length > 0, base, -1).to(tl.int32)
     if not V.split:
-        part, parts, unit = 0, 1, RUN
+        part, parts, unit, base = 0, 1, RUN, -1
     if b >= batch:
         return
     num_tokens = tl.load(cu_rows + b + 1) - tl.load(cu_rows + b)
@@ -72,11 +81,11 @@ def attention_kernel(
         idle = idle | (num_rows > V.block_m)
     if idle:
         return
-    share = shares + b * 3
-    if V.split:  # all programs of a sequence write the same
+    if V.split:  # for the merge; all programs of a sequence write the same
+        share = shares + b * 3
         tl.store(share, unit.to(tl.int64))
         tl.store(share + 1, length.to(tl.int64))
-        tl.store(share + 2, base)
+        tl.store(share + 2, base.to(tl.int64))
         tl.debug_barrier()
     context = tl.minimum(tl.maximum(tl.load(context_lens + b), 0), capacity)
     table = block_table + b.to(tl.int64) * table_stride
@@ -98,7 +107,7 @@ def attention_kernel(
     begin, stop = tl.maximum(begin, low // V.block_n * V.block_n), tl.minimum(stop, end)
     if (parts > 1) & (begin >= stop):
         return
-    store = (partial, partial_stats, share, begin if V.windowed else 0, tile, cu_rows, b)
+    store = (partial, partial_stats, shares, unit, base, tile, cu_rows, b)
     state = _empty_state(V.block_m, V)
     run, whole = state, state
     wild = tl.full([], 0, tl.int32)
@@ -126,7 +135,7 @@ def attention_kernel(
     run = merge(run, state)
     token, head, inside, place = _packed_rows(cu_rows, b, tile, V)
     place = place * V.num_heads + head
-    if V.split:
+    if V.split & (base >= 0):
         _store_partial(run, tl.maximum(stop, 1) - 1, store, V)
     else:
         whole = merge(whole, run)
@@ -142,13 +151,13 @@ def attention_kernel(
                 key = number + tl.arange(0, 1)
                 sees = visible_keys(tree, limits, context, num_tokens, number, sliding_window, 1, V)
                 spoilt = stored & sees & is_wild(paged, key, V)
-                if V.split:
-                    base, entry, _whole = _entry(token, head, number, share, V)
-                    target = partial + base * V.head_size + entry[:, None] * V.head_size + d
-                    tl.store(target, nan, mask=spoilt)
+                if V.split & (base >= 0):
+                    entry = _entry(token, head, number // unit, length, V)
+                    place_of = (base + entry).to(tl.int64)[:, None] * V.head_size
+                    tl.store(partial + place_of + d, nan, mask=spoilt)
                 else:
-                    target = out + place[:, None] * V.head_size + d
-                    tl.store(target, nan.to(out.dtype.element_ty), mask=spoilt)
+                    rounded = nan.to(out.dtype.element_ty)
+                    tl.store(out + place[:, None] * V.head_size + d, rounded, mask=spoilt)
 
 
 @triton.jit
@@ -166,14 +175,12 @@ def _part(part, begin, full, full_end, stop):
 @triton.jit
 def _fold(state, run, whole, number, stop, store, V: tl.constexpr):
     """Pass on what the keys below `number` complete; nothing if `number` is the last one."""
-    if number % CHUNK == 0:
-        unit = RUN
-        if V.split:
-            unit = tl.load(store[2], volatile=True).to(tl.int32)
+    if number % (FEW_CHUNK if V.rows == "few" else CHUNK) == 0:
+        unit, base = store[3], store[4]
         run = merge(run, state)
         state = _empty_state(V.block_m, V)
         if (number % unit == 0) & (number < stop):
-            if V.split:
+            if V.split & (base >= 0):
                 _store_partial(run, number - 1, store, V)
             else:
                 whole = merge(whole, run)
@@ -183,34 +190,46 @@ def _fold(state, run, whole, number, stop, store, V: tl.constexpr):
 
 @triton.jit
 def _store_partial(state, last_key, store, V: tl.constexpr):
-    """Write a part of a sequence, or the state so far of one that no other program has."""
-    partial, partial_stats, share, begin, tile, cu_rows, b = store
+    """Write a part of a shared sequence."""
+    partial, partial_stats, shares, unit, base, tile, cu_rows, b = store
+    length = tl.load(shares + b * 3 + 1, volatile=True).to(tl.int32)  # occupies no register before
     d = tl.arange(0, V.block_d)[None, :]
     token, head, inside, _ = _packed_rows(cu_rows, b, tile, V)
-    base, entry, is_whole = _entry(token, head, last_key, share, V)
-    stats = partial_stats + base * 2 + entry * 2
-    target = partial + base * V.head_size + (entry[:, None] * V.head_size + d)
-    stored = inside[:, None] & (d < V.head_size)
-    if is_whole & (last_key // RUN > begin // RUN):  # written before the barriers of its keys
-        peak = tl.load(stats, mask=inside, other=0.0)
-        total = tl.load(stats + 1, mask=inside, other=0.0)
-        state = merge((peak, total, tl.load(target, mask=stored, other=0.0)), state)
+    entry = _entry(token, head, last_key // unit, length, V)
+    stats = partial_stats + (base + entry) * 2
+    target = partial + (base + entry).to(tl.int64)[:, None] * V.head_size + d
     peak, total, mixed = state
-    tl.store(target, mixed, mask=stored)
+    _store_in_place(target, mixed, inside[:, None] & (d < V.head_size), V)
     tl.store(stats, peak, mask=inside)
     tl.store(stats + 1, total, mask=inside)
 
 
 @triton.jit
-def _entry(token, head, key, share, V: tl.constexpr):
-    """The sequence's first partial, the offset of rows with this key, and if it is the only one.
+def _store_in_place(target, values, stored, V: tl.constexpr):
+    """Store float32 values out of the registers that hold them.
 
-    Read from memory, because keeping the values would occupy registers.
+    tl.store would first sort them in shared memory, which the keys on their way to a multiprocessor
+    fill: of 64 rows, one program instead of two would fit.
     """
-    unit = tl.load(share, volatile=True).to(tl.int32)
-    length = tl.load(share + 1, volatile=True).to(tl.int32)
-    entry = (token * V.num_heads + head) * length + key // unit % length
-    return tl.load(share + 2, volatile=True), entry, length == 1
+    if V.interpreted:
+        tl.store(target, values, mask=stored)
+    else:
+        tl.inline_asm_elementwise(
+            "{.reg .pred p; setp.ne.s32 p, $3, 0; @p st.global.f32 [$1], $2; mov.b32 $0, 0;}",
+            "=r,l,f,r",
+            [target.to(tl.int64), values, tl.broadcast_to(stored, values.shape).to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def _entry(token, head, index, length, V: tl.constexpr):
+    """The partials of rows and a unit of keys, counted from the sequence's first one."""
+    if V.windowed:
+        index = index % length
+    return (token * V.num_heads + head) * length + index
 
 
 @triton.jit
@@ -265,7 +284,8 @@ def merge_kernel(
 ):
     """Program (token, head): merge the partials of the keys that the token may see, in order.
 
-    One warp, which needs no barriers; the loads of the next partials are in flight.
+    Only of shared sequences. One warp, which needs no barriers; the loads of the next partials are
+    in flight.
     """
     token = tl.program_id(0)
     b = tl.full([], 0, tl.int32)
@@ -283,9 +303,9 @@ def merge_kernel(
     unit = tl.load(shares + b * 3).to(tl.int32)
     length = tl.load(shares + b * 3 + 1).to(tl.int32)
     base = tl.load(shares + b * 3 + 2)
+    if length == 0:
+        return
     first, end = low // unit, (end + unit - 1) // unit
-    if length == 1:  # for all keys
-        first, end = first * 0, first * 0 + 1
 
     head = tl.program_id(1) + tl.arange(0, 1)
     inside = head < V.num_heads
@@ -294,16 +314,20 @@ def merge_kernel(
     place = token.to(tl.int64) * V.num_heads + head
     whole = _empty_state(1, V)
     run = whole
-    for index in tl.range(first, end, num_stages=8):
-        source = base + (number * V.num_heads + head) * length + index % length
-        part_mixed = tl.load(
-            partial + source[:, None] * V.head_size + d[None, :], mask=stored, other=0.0
-        )
-        part_peak = tl.load(partial_stats + source * 2, mask=inside, other=0.0)
-        part_total = tl.load(partial_stats + source * 2 + 1, mask=inside, other=0.0)
-        run = merge(run, (part_peak, part_total, part_mixed))
-        if (index + 1) * unit % RUN == 0:
-            whole = merge(whole, run)
-            run = _empty_state(1, V)
+    for several in tl.range(first, end, MERGED, num_stages=4):
+        for index in tl.static_range(MERGED):
+            there = several + index < end
+            source = base + _entry(number, head, several + index, length, V)
+            part_mixed = tl.load(
+                partial + source[:, None] * V.head_size + d[None, :], mask=stored & there, other=0.0
+            )
+            part_peak = tl.load(
+                partial_stats + source * 2, mask=inside & there, other=-float("inf")
+            )
+            part_total = tl.load(partial_stats + source * 2 + 1, mask=inside & there, other=0.0)
+            run = merge(run, (part_peak, part_total, part_mixed))
+            if (several + index + 1) * unit % RUN == 0:
+                whole = merge(whole, run)
+                run = _empty_state(1, V)
     whole = merge(whole, run)
     _store_rows(out, logsumexp, sinks, whole, value_scale, place, head, inside, V)
