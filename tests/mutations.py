@@ -404,7 +404,7 @@ MUTATIONS = [
         ("padded(slots, shape.num_rows, -1)", "padded(slots, shape.num_rows, 0)"),
         ("logits[: len(spans), :num_steps].clone()", "logits[: len(spans), :num_steps]"),
         ("others == [keeps_logits, *draw_inputs]", "True"),
-        ("num_steps <= most_steps <= 2 * num_steps", "most_steps <= 2 * num_steps"),
+        ("and num_steps <= steps <= most_steps", "and steps <= most_steps"),
         ("if min(counts) < num_steps:", "if False:"),
         (
             "key = shape, num_steps, keeps_logits, *draw_inputs",

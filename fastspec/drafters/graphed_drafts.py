@@ -105,11 +105,16 @@ class GraphedDrafts:
         options = {**random_inputs, **sampling, "uniforms": uniforms}
         draw_inputs = {name: cast(Tensor, x) for name, x in options.items() if x is not None}
         key = shape, num_steps, keeps_logits, *draw_inputs
-        if self._chains.get(key) is None:
-            key = self._near(*key) or key
         is_new, chain = key not in self._chains, self._chains.pop(key, None)
-        if chain is None and not is_new:
-            chain = StaticChain(self, shape, num_steps, keeps_logits, draw_inputs)
+        if chain is None:
+            # More steps than needed take more time, though less than going pass by pass.
+            near = self._near(2 * num_steps if is_new else num_steps, *key)
+            if near is not None:
+                if near[1] > num_steps:
+                    self._chains[key] = None
+                key, chain = near, self._chains.pop(near)
+            elif not is_new:
+                chain = StaticChain(self, shape, num_steps, keeps_logits, draw_inputs)
         self._chains[key] = chain
         while len(self._chains) > MAX_CHAINS:
             del self._chains[next(iter(self._chains))]
@@ -129,15 +134,20 @@ class GraphedDrafts:
         return Drafts(token_ids, kept)
 
     def _near(
-        self, shape: PassShape, num_steps: int, keeps_logits: bool, *draw_inputs: str
+        self,
+        most_steps: int,
+        shape: PassShape,
+        num_steps: int,
+        keeps_logits: bool,
+        *draw_inputs: str,
     ) -> tuple | None:
-        """The key of the smallest graph of these or somewhat larger sizes, if there is one."""
+        """The key of the smallest graph of somewhat larger sizes, if there is one."""
         found = []
         for key, chain in self._chains.items():
-            larger, most_steps, *others = key
+            larger, steps, *others = key
             is_like = others == [keeps_logits, *draw_inputs] and is_near(larger, shape)
             is_captured = chain is not None and chain.replay is not None
-            if is_captured and is_like and num_steps <= most_steps <= 2 * num_steps:
+            if is_captured and is_like and num_steps <= steps <= most_steps:
                 found.append(key)
         return min(found, key=lambda key: (key[1], key[0].num_tokens), default=None)
 

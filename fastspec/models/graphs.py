@@ -22,6 +22,7 @@ from fastspec.models.transfer import host_tensor
 
 MOST_TOKENS = 512  # a longer pass keeps the GPU busy longer than the host needs to launch it
 LEAST_WIDTH = 64  # blocks per row of the block table; wider rows cost nothing to read
+MAX_PASSES = 128  # graphs kept of a model's passes; the least recently used one is dropped
 CHEAP_TOKENS = 128  # up to these, a pass takes little longer than reading the weights
 logger = logging.getLogger(__name__)
 
@@ -161,9 +162,11 @@ class GraphedForward:
         if (sizes[0], num_nodes) not in self._passes:
             sizes = self._near(asked, sizes[0], num_nodes) or sizes
         shape, most_tokens = sizes
-        if (static := self._passes.get((shape, num_nodes))) is None:
+        if (static := self._passes.pop((shape, num_nodes), None)) is None:
             static = StaticPass(self, shape, num_nodes, view_buffers)
-            self._passes[shape, num_nodes] = static
+        self._passes[shape, num_nodes] = static
+        if len(self._passes) > MAX_PASSES:
+            del self._passes[next(iter(self._passes))]
         layout = lay_out(spans, rows, self.block_size, shape, most_tokens)
         static.fill(input_ids, *layout, tree, [span.count for span in spans], values)
         if static.replay is None:

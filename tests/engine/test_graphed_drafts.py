@@ -239,8 +239,8 @@ def test_drafts_take_the_graph_of_somewhat_larger_ones(rule, counts):
 
     expected, pages, _ = run(None)
     written, other_pages, chains = run(CountingCapture())
-    assert [key[1] for key, chain in chains.items() if chain is not None] == [5]
-    assert (len(chains) == 1) == (len(counts) > 1)  # one draft is not four
+    captured = [key[1] for key, chain in chains.items() if chain is not None]
+    assert captured == [5]  # the last call is the first of its sizes
     for one, other in zip(written, expected, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
     assert same_caches(pages, other_pages)
@@ -307,9 +307,11 @@ def test_few_graphs_of_drafts_are_kept(monkeypatch):
     assert write(1).token_ids.shape == (1, 1)
     assert write(3).token_ids.shape == (1, 3)
     assert write(2).token_ids.shape == (1, 2)  # by the graph of three steps
-    assert write(7) is None
-    assert [key[1] for key in drafts._chains] == [1, 3, 7]
+    assert [key[1] for key, chain in drafts._chains.items() if chain] == [1, 3]
+    assert write(2).token_ids.shape == (1, 2)
+    assert [key[1] for key, chain in drafts._chains.items() if chain] == [1, 3, 2]
     assert write(4) is None  # went, and is seen for the first time again
+    assert [key[1] for key in drafts._chains] == [3, 2, 4]
     monkeypatch.setattr(graphed_drafts, "MAX_REQUESTS", 2)
     for _ in range(2):
         assert write(1, batch=3) is None

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fastspec import Engine, EngineConfig, SamplingParams
+from fastspec.models import graphs
 from fastspec.models.graphs import bucket, capture_for
 from fastspec.models.layout import PassShape, Span, lay_out
 from fastspec.models.paged_model import PagedModel
@@ -169,6 +170,18 @@ def test_passes_take_the_graph_of_somewhat_larger_ones(shapes, rows, num_capture
         assert torch.equal(graphed.forward(ids, spans, kept), expected)
         assert same_caches(plain, graphed)
     assert capture.num_captured == num_captured
+
+
+@torch.inference_mode()
+def test_few_graphs_of_passes_are_kept(monkeypatch):
+    """The least recently used one goes."""
+    monkeypatch.setattr(graphs, "MAX_PASSES", 2)
+    capture = CountingCapture()
+    runner = runner_of(random_model("llama"), capture)
+    for count, num_captured in ((1, 1), (4, 2), (1, 2), (16, 3), (1, 3), (4, 4), (16, 5)):
+        spans = spans_of([(9, count)])
+        runner.forward(ids_for(spans), spans)
+        assert capture.num_captured == num_captured, count
 
 
 @torch.inference_mode()
