@@ -355,7 +355,7 @@ def train_eagle3(
     data = digest_of([*token_ids_of, torch.tensor([text.start for text in every])])
     run = run_of(options, processes, "eagle3", target, shape, data)
     if resume:  # before the states that the run to resume has stored are deleted
-        check_same_run(out, run)
+        check_same_run(out, run, draft)
     file = states_file(out, resume, target, token_ids_of, layers)
     teacher: Any = stored_lessons(target, layers, every, token_ids, file, on_text)
     trainer = Eagle3Trainer(draft, teacher, len(texts), options, out, processes, run=run)

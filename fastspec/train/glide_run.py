@@ -62,7 +62,7 @@ def train_draft(
     kind = "glide" if isinstance(draft, GlideLlamaForCausalLM) else "plain"
     run = run_of(options, processes, kind, target, shape, digest_of(texts))
     if resume:  # before the states that the run to resume has stored are deleted
-        check_same_run(out, run)
+        check_same_run(out, run, draft)
     file = states_file(out, resume, target, texts, num_layers)
     target.to(processes.device)  # pyright: ignore[reportArgumentType]
     if options.store_target:

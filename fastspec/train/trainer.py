@@ -98,9 +98,10 @@ def run_of(
     }
 
 
-def check_same_run(folder: Path, run: dict[str, Any]) -> None:
-    """Raise ValueError unless the checkpoint in a folder is of this run."""
-    saved, path = _load_checkpoint(folder, mmap=True).get("run"), _checkpoint_in(folder)
+def check_same_run(folder: Path, run: dict[str, Any], draft: nn.Module) -> None:
+    """Raise ValueError unless the checkpoint in a folder is of this run and of such a draft."""
+    state, path = _load_checkpoint(folder, mmap=True), _checkpoint_in(folder)
+    saved = state.get("run")
     if not isinstance(saved, dict) or not run.keys() <= saved.keys():
         raise ValueError(
             f"resume: {path} was written by an earlier version, which did not record of which run"
@@ -111,6 +112,12 @@ def check_same_run(folder: Path, run: dict[str, Any]) -> None:
             raise ValueError(f"resume: {path} is of a draft of kind {saved[name]}, not {value}")
         expected = f"{saved[name]!r}, as the run to resume in {folder} has it"
         require(name, value, saved[name] == value, expected)
+    shapes = [
+        {name: weight.shape for name, weight in weights.items()}
+        for weights in (state["draft"], draft.state_dict())
+    ]
+    if shapes[0] != shapes[1]:
+        raise ValueError(f"resume: {path} contains a draft of another shape")
 
 
 def _checkpoint_in(folder: Path) -> Path:
@@ -181,13 +188,9 @@ class DraftTrainer:
         Raises:
             ValueError: there is none, it is damaged, or it belongs to another run.
         """
-        check_same_run(self.folder, self._run)
-        path = _checkpoint_in(self.folder)
+        check_same_run(self.folder, self._run, self.draft)
         state = _load_checkpoint(self.folder)
-        try:
-            self.draft.load_state_dict(state["draft"])
-        except RuntimeError as error:
-            raise ValueError(f"resume: {path} contains a draft of another shape") from error
+        self.draft.load_state_dict(state["draft"])
         for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         self.record = state["record"]

@@ -155,8 +155,8 @@ def test_only_the_same_run_is_resumed(tmp_path):
     """And nothing that it has stored is deleted before another one is refused."""
     target, usual = random_model("llama"), {"batch_size": 5, "store_target": True}
 
-    def run(steps, rows=None, resume=True, **options):
-        settings, draft = TrainOptions(steps, **usual | options), make_glide(target)
+    def run(steps, rows=None, resume=True, num_layers=1, **options):
+        settings, draft = TrainOptions(steps, **usual | options), make_glide(target, num_layers)
         given = draft, rows or rows_of(), settings, tmp_path, PROCESS, resume
         return train_draft(target, *given, lambda *_: None)
 
@@ -171,6 +171,8 @@ def test_only_the_same_run_is_resumed(tmp_path):
             run(3, **{name: value})
     with pytest.raises(ValueError, match=r"data: expected .* as the run to resume"):
         run(3, rows_of(seed=1))
+    with pytest.raises(ValueError, match=r"resume: .* contains a draft of another shape"):
+        run(3, num_layers=2)
     assert stored.exists()
     assert run(3, checkpoint_steps=7, store_target=False)["steps"] == 3
 
