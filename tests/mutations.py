@@ -380,7 +380,7 @@ MUTATIONS = [
         "tests/engine/test_graphs.py",
         ("a <= b <= 2 * a for", "b <= 2 * a for"),
         ("if asked.batch + added <= larger.batch:", "if True:"),
-        ("larger.width * self.block_size)", "shape.width)"),
+        ("min(nodes or larger.num_tokens,", "min(larger.num_tokens,"),
     ),
     *_of(
         "fastspec/models/loading.py",
@@ -393,7 +393,7 @@ MUTATIONS = [
     *_of(
         "fastspec/drafters/context.py",
         "tests/engine/test_devices.py",
-        ("replace(config, device=str(self.target_model.device))", "config"),
+        ("replace(self.config, device=str(self.target_model.device))", "self.config"),
     ),
     *_of(
         "fastspec/drafters/graphed_drafts.py",

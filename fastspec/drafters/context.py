@@ -92,6 +92,13 @@ class DrafterContext:
             raise ValueError("drafter: a list of several needs spec.method 'cascade'")
         return self.on_pages(self.load_pretrained(source, load))
 
+    @property
+    def config_of_files(self) -> EngineConfig:
+        """The config that draft models are read with, onto the device of the target."""
+        if self.target_model is None:
+            return self.config
+        return replace(self.config, device=str(self.target_model.device))
+
     def on_pages(self, model: PreTrainedModel) -> PagedModel:
         """Put a loaded draft model on pages, with as many bits a weight as the options say."""
         return paged_model_of(model, self.config, self.spec.bits_of_draft_model)
@@ -115,9 +122,7 @@ class DrafterContext:
                 expected = "a draft model by its path or hub id, whose tokenizer is read"
                 raise ValueError(f"heterogeneous_vocab: 'intersection' needs {expected}")
             return read(source, self.config)
-        config = self.config
-        if self.target_model is not None:
-            config = replace(config, device=str(self.target_model.device))
+        config = self.config_of_files
         if is_reduced(field, source, self.read_config):
             target = load_model("target", self.target_model or self.target, self.config)
             read_with = partial(read_reduced, target=target)

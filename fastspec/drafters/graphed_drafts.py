@@ -55,7 +55,7 @@ def draw(
 
 @dataclass(eq=False)
 class GraphedDrafts:
-    """The graphs of a draft model's steps, captured when a combination of sizes occurs again.
+    """The graphs of a draft model's steps, captured when sizes occur again, unless some are near.
 
     Attributes:
         vocab_size: columns of the logits that are drawn from.
@@ -64,6 +64,7 @@ class GraphedDrafts:
     runner: ModelRunner
     vocabulary: DraftVocabulary
     vocab_size: int
+    # None for sizes that have occurred and were not captured.
     _chains: "dict[tuple, StaticChain | None]" = field(default_factory=dict, init=False)
 
     def write(
@@ -79,8 +80,8 @@ class GraphedDrafts:
 
         The result has max(counts) columns; from column counts[b] on, tokens are -1 and logits
         undefined. None if the steps must run pass by pass: the model is not captured, its runner
-        refuses the spans (`ModelRunner.drafting_spans`), these sizes occur for the first time, or a
-        limit above is exceeded.
+        refuses the spans (`ModelRunner.drafting_spans`), these sizes occur for the first time and
+        there is no graph of near ones, or a limit above is exceeded.
 
         Raises:
             ValueError: the model cannot be captured, but must be.
@@ -141,7 +142,7 @@ class GraphedDrafts:
         keeps_logits: bool,
         *draw_inputs: str,
     ) -> tuple | None:
-        """The key of the smallest graph of somewhat larger sizes, if there is one."""
+        """The key of the smallest graph of near sizes, if there is one."""
         found = []
         for key, chain in self._chains.items():
             larger, steps, *others = key
@@ -149,7 +150,7 @@ class GraphedDrafts:
             is_captured = chain is not None and chain.replay is not None
             if is_captured and is_like and num_steps <= steps <= most_steps:
                 found.append(key)
-        return min(found, key=lambda key: (key[1], key[0].num_tokens), default=None)
+        return min(found, key=lambda key: (key[1], key[0].num_tokens, key[0]), default=None)
 
 
 class StaticChain:
@@ -235,8 +236,8 @@ class StaticChain:
             copy = host_tensor(values, buffer.dtype, buffer.device)
             buffer.copy_(copy, non_blocking=True)
         for name, value in draw_inputs.items():
-            place = tuple(map(slice, value.shape))
-            self._draw_inputs[name][place].copy_(value)
+            part = tuple(map(slice, value.shape))
+            self._draw_inputs[name][part].copy_(value)
 
     def run(self) -> tuple[Tensor, Tensor | None]:
         """Run all steps on the buffers; return tokens [B, K] and their logits, if kept."""

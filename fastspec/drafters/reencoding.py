@@ -347,7 +347,7 @@ def build(context: DrafterContext) -> DrafterPlan | None:
     """
     if (tokenizers := _tokenizers(context)) is None:
         return None
-    model = context.on_pages(load_model("drafter", context.drafter, context.config))
+    model = context.on_pages(load_model("drafter", context.drafter, context.config_of_files))
     logger.warning("drafter: its tokenizer is not the target's; its text is re-encoded")
 
     def drafter(target_runner: ModelRunner | None, blocks: Blocks) -> ReencodingDrafter:

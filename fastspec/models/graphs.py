@@ -23,7 +23,8 @@ from fastspec.models.transfer import host_tensor
 MOST_TOKENS = 512  # a longer pass keeps the GPU busy longer than the host needs to launch it
 LEAST_WIDTH = 64  # blocks per row of the block table; wider rows cost nothing to read
 MAX_PASSES = 128  # graphs kept of a model's passes; the least recently used one is dropped
-CHEAP_TOKENS = 128  # up to these, a pass takes little longer than reading the weights
+CHEAP_TOKENS = 128  # up to these, a few more take little time
+FEW_TOKENS = 16  # up to these, kernels of ours multiply, which are faster than torch's
 logger = logging.getLogger(__name__)
 
 Run = Callable[[], Any]
@@ -91,15 +92,15 @@ def capture_for(cuda_graphs: str, paged_model: PagedModel) -> Capture | None:
 def bucket(shape: PassShape, block_size: int, num_nodes: int) -> tuple[PassShape, int] | None:
     """Return the sizes that a pass is padded to, and the maximum tokens of an added sequence.
 
-    Tokens are rounded up by up to a half, or a quarter where each counts, sequences and table
+    Tokens are rounded up by up to a half, or a quarter above CHEAP_TOKENS, sequences and table
     widths to powers of 2, with enough sequences for the added tokens: up to `num_nodes` in each,
     unless that is 0. None for passes that are not captured: long ones, and those that only fill
     the cache.
     """
     if not 0 < shape.num_tokens <= MOST_TOKENS:
         return None
-    steps = 2 if shape.num_tokens <= CHEAP_TOKENS else 3  # as a power of 2, of twice the tokens
-    step = 1 << max(0, (shape.num_tokens - 1).bit_length() - steps)
+    num_steps = 2 if shape.num_tokens <= CHEAP_TOKENS else 4  # from a power of 2 to the next
+    step = max(1, power_of_2(shape.num_tokens) // (2 * num_steps))
     num_tokens = -(-shape.num_tokens // step) * step
     width = max(LEAST_WIDTH, power_of_2(shape.width))
     most_tokens = min(num_nodes or num_tokens, width * block_size)
@@ -111,8 +112,10 @@ def bucket(shape: PassShape, block_size: int, num_nodes: int) -> tuple[PassShape
 
 def is_near(larger: PassShape, shape: PassShape) -> bool:
     """Whether padding a pass of these sizes to the larger ones takes little longer."""
-    at_most_twice = all(a <= b <= 2 * a for a, b in zip(shape, larger, strict=True))
-    return at_most_twice and larger.num_tokens <= max(shape.num_tokens, CHEAP_TOKENS)
+    counts = (shape.num_tokens, larger.num_tokens), (shape.num_rows, larger.num_rows)
+    if any(a <= FEW_TOKENS < b or a < b > CHEAP_TOKENS for a, b in counts):
+        return False
+    return all(a <= b <= 2 * a for a, b in zip(shape, larger, strict=True))
 
 
 def power_of_2(number: int) -> int:
@@ -122,11 +125,11 @@ def power_of_2(number: int) -> int:
 
 @dataclass(eq=False)
 class GraphedForward:
-    """One model's short passes, captured when a combination of sizes first occurs.
+    """One model's short passes, captured when sizes first occur and no captured ones are near.
 
-    Sizes are rounded up to limit the number of graphs, and to those of an existing graph where that
-    takes little longer; the added padding affects no row. A pass waits for none of its copies to
-    the device: two for its layout, more for trees and for what a draft reads of its target.
+    Sizes are rounded up to limit the number of graphs; the added padding affects no row. A pass
+    waits for none of its copies to the device: two for its layout, more for trees and for what a
+    draft reads of its target.
     """
 
     paged_model: PagedModel
@@ -176,17 +179,17 @@ class GraphedForward:
         return static.replay()[: asked.num_rows or asked.num_tokens].clone()
 
     def _near(
-        self, asked: PassShape, shape: PassShape, num_nodes: int
+        self, asked: PassShape, rounded: PassShape, num_nodes: int
     ) -> tuple[PassShape, int] | None:
-        """The smallest sizes near `shape` of which there is a graph, as `bucket` returns them."""
-        found = []
+        """The smallest near sizes of which there is a graph, in the form that `bucket` returns."""
+        found, shape = [], rounded._replace(num_tokens=asked.num_tokens)
         for (larger, nodes), static in self._passes.items():
             if nodes == num_nodes and static.replay is not None and is_near(larger, shape):
                 most_tokens = min(nodes or larger.num_tokens, larger.width * self.block_size)
                 added = -(-(larger.num_tokens - asked.num_tokens) // most_tokens)
                 if asked.batch + added <= larger.batch:
                     found.append((larger, most_tokens))
-        return min(found, key=lambda sizes: sizes[0].num_tokens, default=None)
+        return min(found, key=lambda sizes: (sizes[0].num_tokens, sizes), default=None)
 
     def captured(self, run: Run) -> Run | None:
         """Capture a function of static buffers; None, from now on, if the model does not allow it.

@@ -89,7 +89,8 @@ def load_model(
         model = from_pretrained(path, **options)
     except (*_LOADING_ERRORS, SafetensorError, UnpicklingError, RuntimeError) as error:
         raise _not_loaded(field, "", source, error) from error
-    # What a draft shares with its target is there already; quantised models may refuse to move.
+    # A draft's first weight may be its target's, so all are asked; a quantised model that is there
+    # may refuse to move.
     devices = {parameter.device for parameter in model.parameters()}
     if devices != {torch.empty(0, device=device).device}:
         model.to(device)

@@ -86,9 +86,9 @@ def tree_attention(
     float32 accumulation. Unused cache slots may contain anything, and tokens that a row does not
     see never affect it. On one backend a row's bits depend only on its own query, position and
     context, and in a tree on which tokens of the context it sees: not on the batch, the order of
-    blocks or the number of threads, and in a chain not on the other rows. One exception: in 16
-    bits, GPUs from Hopper on use other instructions, which round differently, for sequences with
-    more than 32 rows (tokens times H / G). Compiled kernels do not synchronise with the host.
+    blocks or the number of threads, and in a chain not on the other rows. One exception: on GPUs,
+    sequences with more than 32 rows (tokens times H / G) of 16 bits are summed in other chunks and,
+    from Hopper on, by other instructions. Compiled kernels do not synchronise with the host.
     """
     key_scale, value_scale = check_scales(key_cache, key_scale, value_scale)
     scale = scale_of_stored(query, scale, key_scale)

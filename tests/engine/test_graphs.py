@@ -8,7 +8,7 @@ import torch
 
 from fastspec import Engine, EngineConfig, SamplingParams
 from fastspec.models import graphs
-from fastspec.models.graphs import bucket, capture_for
+from fastspec.models.graphs import bucket, capture_for, is_near
 from fastspec.models.layout import PassShape, Span, lay_out
 from fastspec.models.paged_model import PagedModel
 from fastspec.models.runner import ModelRunner
@@ -172,6 +172,24 @@ def test_passes_take_the_graph_of_somewhat_larger_ones(shapes, rows, num_capture
     assert capture.num_captured == num_captured
 
 
+@pytest.mark.parametrize(
+    ("shape", "larger", "expected"),
+    [
+        ((4, 9, 0, 64), (4, 16, 0, 64), True),
+        ((4, 12, 0, 64), (4, 24, 0, 64), False),  # torch's products, of more than 16 rows
+        ((16, 32, 12, 64), (16, 32, 24, 64), False),
+        ((32, 70, 0, 64), (32, 128, 0, 64), True),
+        ((32, 100, 0, 64), (32, 160, 0, 64), False),  # tokens that take time
+        ((32, 256, 100, 64), (32, 256, 160, 64), False),
+        ((32, 160, 0, 64), (64, 160, 0, 128), True),
+        ((32, 160, 4, 64), (32, 160, 0, 64), False),  # the logits of all
+        ((32, 160, 0, 64), (32, 160, 4, 64), False),
+    ],
+)
+def test_near_sizes(shape, larger, expected):
+    assert is_near(PassShape(*larger), PassShape(*shape)) == expected
+
+
 @torch.inference_mode()
 def test_few_graphs_of_passes_are_kept(monkeypatch):
     """The least recently used one goes."""
@@ -186,15 +204,16 @@ def test_few_graphs_of_passes_are_kept(monkeypatch):
 
 @torch.inference_mode()
 def test_padding_of_trees_changes_nothing():
-    model = random_model("llama")
-    plain, graphed = runner_of(model), runner_of(model, CountingCapture())
-    parents = torch.tensor([[-1, 0, 0, 1, 1], [-1, 0, 1, 2, 2], [-1, 0, 0, 0, -1]])
-    for _ in range(2):
-        spans = spans_of([(9, 5), (3, 5), (14, 4)])
-        ids = ids_for(spans)
-        expected = plain.forward(ids, spans, parents=parents.int())
-        assert torch.equal(graphed.forward(ids, spans, parents=parents.int()), expected)
+    model, capture = random_model("llama"), CountingCapture()
+    plain, graphed = runner_of(model), runner_of(model, capture)
+    parents = torch.tensor([[-1, 0, 0, 1, 1], [-1, 0, 1, 2, 2], [-1, 0, 0, 0, -1]]).repeat(2, 1)
+    for shapes in ([(9, 3), (3, 3), (14, 4), (1, 2), (7, 3)], [(2, 3), (9, 3), (3, 2)]) * 2:
+        spans = spans_of(shapes)
+        ids, of_each = ids_for(spans), parents[: len(shapes)].int()
+        expected = plain.forward(ids, spans, parents=of_each)
+        assert torch.equal(graphed.forward(ids, spans, parents=of_each), expected)
         assert same_caches(plain, graphed)
+    assert capture.num_captured == 1
 
 
 @torch.inference_mode()

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -91,6 +92,15 @@ def test_greedy_output_is_that_of_plain_decoding(draft, options, blocks, folders
     assert [output.token_ids for output in outputs] == expected
     assert engine.stats.num_draft_tokens > 0
     assert bool(engine.stats.num_preemptions) == bool(blocks)
+
+
+def test_the_draft_model_goes_where_the_target_is(monkeypatch, folders):
+    """The stand-in for a GPU is PyTorch's word that there is one."""
+    target, paths = folders
+    tokenizer = load_tokenizer("target", paths["target"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    engine = Engine(target, paths["bytes"], tokenizer, SpecConfig("draft_model", 4, **REENCODING))
+    assert len(engine.generate(PROMPTS, GREEDY)[0].token_ids) == 30
 
 
 def test_exact_distribution(tmp_path):

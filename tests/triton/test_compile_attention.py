@@ -31,7 +31,7 @@ def test_instructions(capability):
     """Tensor cores and 16-byte loads are used; registers and shared memory suffice.
 
     On an H200, large tiles of 4 warps that spill beat those of 8 that do not. Few rows of sequences
-    that may be shared spill some numbers outside of the loops; they, too, were the faster for it.
+    that may be shared spill a few numbers.
     """
     lines = compile_all(capability)
     assert len(lines) == 29

@@ -15,7 +15,7 @@ from fastspec_kernels.triton.launch import launch
 
 MAX_HEAD_SIZE = 512  # half of it in float32: larger heads do not fit into the registers
 FEW_ROWS = 32
-PROGRAMS_WANTED = 256  # about two per multiprocessor of a large GPU, which holds no more
+PROGRAMS_WANTED = 256  # about two per multiprocessor of a large GPU; no more fit on one
 LONG = 2**13  # table slots from which a sequence may be too long for one program
 PARTIAL_BYTES = 256 * 2**20  # maximum scratch for shared sequences
 _DOT_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -113,7 +113,8 @@ def room_for_partials(tiles: int, wanted: int, num_rows: int, head_size: int, ca
     if capacity <= (LONG if tiles > wanted else FEW_CHUNK.value) or num_rows > most // 8:
         return 0
     chunks, runs = -(-capacity // FEW_CHUNK.value), -(-capacity // RUN.value)
-    # Units are chunks only where a program's part is less than a run; more rows have larger ones.
+    # Units are chunks only where a program's part is less than a run. A tile then has partials of
+    # FEW_ROWS rows for chunks of 256 keys, or of twice as many rows for chunks of 512.
     in_chunks = PROGRAMS_WANTED * (RUN.value // FEW_CHUNK.value) * FEW_ROWS
     room = min(num_rows * chunks, max(num_rows * runs, in_chunks)) + num_rows
     return min(room, most)

@@ -136,7 +136,7 @@ def attention_kernel(
     token, head, inside, place = _packed_rows(cu_rows, b, tile, V)
     place = place * V.num_heads + head
     if V.split & (base >= 0):
-        _store_partial(run, tl.maximum(stop, 1) - 1, store, V)
+        _store_partial(run, stop - 1, store, V)
     else:
         whole = merge(whole, run)
         _store_rows(out, logsumexp, sinks, whole, value_scale, place, head, inside, V)
@@ -152,7 +152,8 @@ def attention_kernel(
                 sees = visible_keys(tree, limits, context, num_tokens, number, sliding_window, 1, V)
                 spoilt = stored & sees & is_wild(paged, key, V)
                 if V.split & (base >= 0):
-                    entry = _entry(token, head, number // unit, length, V)
+                    num_partials = tl.load(shares + b * 3 + 1, volatile=True).to(tl.int32)
+                    entry = _entry(token, head, number // unit, num_partials, V)
                     place_of = (base + entry).to(tl.int64)[:, None] * V.head_size
                     tl.store(partial + place_of + d, nan, mask=spoilt)
                 else:

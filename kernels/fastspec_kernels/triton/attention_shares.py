@@ -16,9 +16,9 @@ BLOCK_BATCH = tl.constexpr(32)  # few enough for sums within a warp
 def share_of_program(lengths, programs, room, V: tl.constexpr):
     """Find this program's part, tile and sequence, and where its partials go.
 
-    All sequences are cut into parts of the same number of keys, whole chunks or runs, large enough
-    that `programs` programs per KV head, and one more per tile, suffice. A sequence is not cut if
-    it is one part or its partials end past `room`.
+    All sequences are cut into parts of about the same number of keys, whole chunks or runs, large
+    enough that `programs` programs per KV head, and one more per tile, suffice. A sequence is not
+    cut if it is one part or its partials end past `room`.
 
     Args:
         lengths: context_lens, cu_rows, batch, capacity and sliding_window of the kernel.
@@ -63,7 +63,7 @@ def share_of_program(lengths, programs, room, V: tl.constexpr):
 
 @triton.jit
 def _sizes(lengths, index, V: tl.constexpr):
-    """Tokens of sequences, and the keys that these see by the smallest chunk; 0 past the batch."""
+    """Tokens of sequences, and the smallest chunks that hold what these see; 0 past the batch."""
     context_lens, cu_rows, batch, capacity, sliding_window = lengths
     inside = index < batch
     start = tl.load(cu_rows + index, mask=inside, other=0)
@@ -91,8 +91,8 @@ def _tiles(num_tokens, V: tl.constexpr):
 def _parts(num_tokens, size, step, V: tl.constexpr):
     """Parts per tile, partials of the sequence (none if one part), partials per row, the unit.
 
-    The unit is the keys of a partial: a chunk, unless a part has as many as a run. Keys are counted
-    by the smallest chunk.
+    The unit is the keys of a partial: a chunk, unless `step`, before it is rounded up, is a run or
+    more. Unit, step and size count the smallest chunks.
     """
     chunk = CHUNK // FEW_CHUNK + num_tokens * 0
     if V.rows != "all":
