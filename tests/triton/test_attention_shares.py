@@ -166,7 +166,7 @@ def test_a_ragged_batch_is_right_and_keeps_its_bits(monkeypatch, fixed_order_pro
         options = {"ancestor_mask": random_trees(len(RAGGED), 3)}
     op = cross_attention if mask == "cross" else tree_attention
     found = []
-    for programs in (1, 3, 12, 64):
+    for programs in (3, 12, 64):
         monkeypatch.setattr(attention, "PROGRAMS_WANTED", programs)
         found.append(op(*case.tensors, backend="triton", **options))
     monkeypatch.setattr(attention, "LONG", 2**20)
