@@ -6,7 +6,6 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate
 from typing import Any
 from uuid import uuid4
 
@@ -31,6 +30,15 @@ def error_body(status: int, message: str, code: str | None = None) -> dict[str, 
     field = re.match(r"(\w+): ", message)
     param = field[1] if field and kind == "invalid_request_error" else None
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def _num_broken(pending: bytes, following: bytes) -> int:
+    """Count the characters that stand for the bytes of one that the following do not continue."""
+    try:
+        _UTF8().decode(pending + following[:1])
+    except UnicodeDecodeError:
+        return len(pending.decode(errors="replace"))
+    return 0
 
 
 def server_event(data: Mapping[str, Any] | str) -> bytes:
@@ -206,9 +214,11 @@ class Answer:
             content = [{**_token(token, v), "top_logprobs": b} for token, v, b in pairs]
             return {"content": content, "refusal": None}
         decoder = self._decoders.setdefault(index, _UTF8(errors="replace"))
-        lengths = [len(decoder.decode(own)) for _, own in tokens]
-        offsets = [*accumulate(lengths, initial=self._offsets.get(index, 0))]
-        self._offsets[index] = offsets.pop()
+        length, offsets = self._offsets.get(index, 0), []
+        for _, own in tokens:
+            offsets.append(length + _num_broken(decoder.getstate()[0], own))
+            length += len(decoder.decode(own))
+        self._offsets[index] = length
         return {
             "tokens": [text for text, _ in tokens],
             "token_logprobs": values,

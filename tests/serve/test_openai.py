@@ -187,6 +187,24 @@ def test_tokens_that_are_no_whole_character_have_their_bytes(client, engine):
     assert all(each.token == f"bytes:\\x{each.bytes[0]:02x}" for each in content)
 
 
+def test_offsets_count_the_characters_that_stand_for_broken_bytes(client, engine):
+    """Those before a token; the two halves of a character begin at the same place."""
+    bytes_of = {"bytes:\\xc3": b"\xc3", "bytes:\\xa9": b"\xa9", "a": b"a"}
+    bias = {str(token_id): 100 for token_id in engine.tokenizer("\u00e9a")["input_ids"]}
+    sampled = {"temperature": 1.0, "seed": 5, "logit_bias": bias, "max_tokens": 40}
+    logprobs = complete(client, logprobs=0, **sampled).choices[0].logprobs
+    before, seen = b"", set()
+    for token, offset in zip(logprobs.tokens, logprobs.text_offset, strict=True):
+        seen.add((before[-1:], token))
+        is_second_half = before.endswith(b"\xc3") and token == "bytes:\\xa9"
+        whole = before[:-1] if is_second_half else before
+        assert offset == len(whole.decode(errors="replace"))
+        before += bytes_of[token]
+    assert len(seen) > 6
+    streamed = complete(client, logprobs=0, stream=True, **sampled)
+    assert [c.choices[0].logprobs.text_offset[0] for c in streamed] == logprobs.text_offset
+
+
 @pytest.mark.parametrize(
     "form",
     [
