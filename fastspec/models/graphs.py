@@ -103,11 +103,20 @@ def bucket(shape: PassShape, block_size: int, num_nodes: int) -> tuple[PassShape
     step = max(1, power_of_2(shape.num_tokens) // (2 * num_steps))
     num_tokens = -(-shape.num_tokens // step) * step
     width = max(LEAST_WIDTH, power_of_2(shape.width))
-    most_tokens = min(num_nodes or num_tokens, width * block_size)
-    added = -(-(num_tokens - shape.num_tokens) // most_tokens)
+    added, most_tokens = padding(shape, num_tokens, width * block_size, num_nodes)
     batch = power_of_2(shape.batch + added)
     num_rows = power_of_2(shape.num_rows) if shape.num_rows else 0
     return PassShape(batch, num_tokens, num_rows, width), most_tokens
+
+
+def padding(asked: PassShape, num_tokens: int, capacity: int, num_nodes: int) -> tuple[int, int]:
+    """Return how many sequences hold the tokens that are added to a pass, and how many each.
+
+    Args:
+        capacity: slots in a row of the block table.
+    """
+    most_tokens = min(num_nodes or num_tokens, capacity)
+    return -(-(num_tokens - asked.num_tokens) // most_tokens), most_tokens
 
 
 def is_near(larger: PassShape, shape: PassShape) -> bool:
@@ -185,8 +194,8 @@ class GraphedForward:
         found, shape = [], rounded._replace(num_tokens=asked.num_tokens)
         for (larger, nodes), static in self._passes.items():
             if nodes == num_nodes and static.replay is not None and is_near(larger, shape):
-                most_tokens = min(nodes or larger.num_tokens, larger.width * self.block_size)
-                added = -(-(larger.num_tokens - asked.num_tokens) // most_tokens)
+                capacity = larger.width * self.block_size
+                added, most_tokens = padding(asked, larger.num_tokens, capacity, nodes)
                 if asked.batch + added <= larger.batch:
                     found.append((larger, most_tokens))
         return min(found, key=lambda sizes: (sizes[0].num_tokens, sizes), default=None)

@@ -7,26 +7,21 @@ import pytest
 import torch
 from torch import nn
 
-from fastspec import Engine, EngineConfig, SpecConfig
+from fastspec import Engine, EngineConfig
 from fastspec.models.loading import load_model
 
-from ..models import perturbed, random_model
-from .eagle3_models import write_folder as write_eagle3
-from .glide_models import random_glide
+from ..models import random_model
 from .helpers import GREEDY, PROMPTS
+from .test_graphed_drafts import write_draft
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle3", "glide"])
 def test_files_go_where_the_target_is(tmp_path, monkeypatch, method):
     target = random_model("llama", num_hidden_layers=6)
-    if method == "eagle3":
-        write_eagle3(tmp_path, target)
-    else:
-        draft = random_glide(target) if method == "glide" else perturbed(target, 0.3)
-        draft.save_pretrained(tmp_path)
+    spec = write_draft(method, target, tmp_path)
     expected = Engine(target).generate(PROMPTS, GREEDY)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    outputs = Engine(target, tmp_path, spec=SpecConfig(method)).generate(PROMPTS, GREEDY)
+    outputs = Engine(target, tmp_path, spec=spec).generate(PROMPTS, GREEDY)
     assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
 
 

@@ -84,6 +84,14 @@ def draft_of(method, target, folder):
     return drafter, SpecConfig(method, num_speculative_tokens=3, **fields)
 
 
+def write_draft(method, target, folder):
+    """Write a draft model for the target, and return its SpecConfig."""
+    drafter, spec = draft_of(method, target, folder)
+    if drafter is not folder:
+        drafter.save_pretrained(folder)
+    return spec
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("method", ["eagle3", "eagle3 copies", "eagle", "glide", "early_exit"])
 def test_drafts_that_read_their_target_are_one_graph(tmp_path, monkeypatch, method, temperature):
