@@ -263,8 +263,10 @@ MUTATIONS = [
         "kernels/fastspec_kernels/triton/attention_kernels.py",
         SHARES,
         ("(parts > 1) & (begin >= stop)", "begin >= stop"),
-        ("if (several + index + 1) * unit % RUN == 0:", "if index < 0:"),
-        ("there = several + index < end", "there = several < end"),
+        ("other * unit // RUN == index * unit // RUN", "other >= 0"),
+        ("is_before = there & (other >= first)", "is_before = there"),
+        ("there = (part * unit < RUN) & ", "there = "),
+        ("(index >= first) & (index < end)", "(index >= first)"),
         ("    if length == 0:\n        return\n", ""),
     ),
     *_of(

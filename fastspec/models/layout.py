@@ -1,6 +1,6 @@
 """Packed forward passes: their spans, and their layout in two buffers on the device."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -66,8 +66,7 @@ class EncoderInput:
     token_ids: list[int]
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """Tokens [start, start + count) of one sequence, whose earlier tokens are in the cache.
 
     Attributes:
@@ -91,7 +90,7 @@ class Span:
 
     def part(self, start: int, count: int) -> "Span":
         """Return a span of other tokens of the same sequence."""
-        return replace(self, start=start, count=count)
+        return self._replace(start=start, count=count)
 
     def slot(self, place: int, block_size: int) -> int:
         """Return the cache slot of the sequence's token at a place."""

@@ -24,6 +24,7 @@ from fastspec.config import EngineConfig
 from fastspec.config.checks import one_line
 from fastspec.models.huge_pages import use_huge_pages
 from fastspec.models.named import BUNDLED, FETCHED, folder_of
+from fastspec.models.side_by_side import move_side_by_side
 from fastspec.models.weight_files import check_safetensors
 
 # An ImportError names a missing package; a truncated GGUF file raises a StructError.
@@ -93,6 +94,7 @@ def load_model(
     # may refuse to move.
     devices = {parameter.device for parameter in model.parameters()}
     if devices != {torch.empty(0, device=device).device}:
+        move_side_by_side(model, device)
         model.to(device)
     use_huge_pages(model, beside)
     return model

@@ -12,11 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+_INTEGERS = {torch.int64: np.int64, torch.int32: np.int32}
+
 
 def host_tensor(values: Sequence | np.ndarray, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Make a tensor on the host, page-locked if it is bound for a GPU, as only such copies are
     asynchronous."""
-    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    if dtype in _INTEGERS:  # numpy reads long lists three times as fast as torch
+        tensor = torch.from_numpy(np.array(values, dtype=_INTEGERS[dtype]))
+    else:
+        tensor = torch.tensor(values, dtype=dtype)
+    return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 def device_tensor(
@@ -26,8 +32,6 @@ def device_tensor(
 
     torch's allocator does not reuse the host memory before the copy is done.
     """
-    if device.type == "cpu":
-        return torch.tensor(values, dtype=dtype)
     return host_tensor(values, dtype, device).to(device, non_blocking=True)
 
 

@@ -91,7 +91,7 @@ def report_attention(
     rows = kinds[0] if num_tokens * 4 <= attention.FEW_ROWS else kinds[-1]
     sizes = head_size, query.itemsize, is_float8, mask == "tree" and scoring.sliding_window > 0
     tiles = attention.tiles(rows, *sizes, divmod(capability, 10))
-    variant = attention.Variant(**common, **tiles)
+    variant = attention.variant_of(**common, **tiles)
     constants, launch = {"V": variant}, attention.options(variant, divmod(capability, 10))
     name = f"{kind} q{num_tokens} d{head_size} b{batch} {dtype}"
     report(name, attention_kernel, constants, capability, launch, dtype, is_float8)

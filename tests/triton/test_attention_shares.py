@@ -49,7 +49,7 @@ def shares_of(
     sizes = num_tiles, wanted, sum(tokens) * num_heads, 128, capacity
     room = attention.room_for_partials(*sizes) if room is None else room
     off: dict = dict.fromkeys(("capped", "sinks", "logsumexp", "long_blocks"), False)
-    variant = attention.Variant(
+    variant = attention.variant_of(
         mask="chain", words=1, windowed=window > 0, split=True, num_heads=num_heads, group=group,
         head_size=128, block_size=16, few_rows=32, interpreted=True, dot_dtype=tl.float32,
         float8="no", **off, **tiles,

@@ -92,3 +92,42 @@ def test_many_rows_and_float32_go_to_torch():
         weight = random(33, 48, dtype=rows.dtype)
         (out,) = products.linear(rows, (weight,), (None,))
         assert torch.equal(out, rows @ weight.T)
+
+
+@pytest.mark.parametrize("num_biases", [0, 1, 2])
+def test_matrices_side_by_side_are_one_product(monkeypatch, num_biases):
+    """Biases, too, unless they are elsewhere or only some have one."""
+    rows = random(17, 48, dtype=torch.bfloat16)
+    both, bias = random(49, 48, dtype=torch.bfloat16), random(49, dtype=torch.bfloat16)
+    weights, biases = both.split([33, 16]), bias.split([33, 16])
+    given = [None, None]
+    given[:num_biases] = biases[:num_biases]
+    num_products, product = 0, products.F.linear
+
+    def counted(*args):
+        nonlocal num_products
+        num_products += 1
+        return product(*args)
+
+    monkeypatch.setattr(products.F, "linear", counted)
+    outs = products.linear(rows, weights, tuple(given))
+    assert num_products == (2 if num_biases == 1 else 1)
+    for out, weight, own in zip(outs, weights, given, strict=True):
+        exact = rows.double() @ weight.double().T + (0 if own is None else own.double())
+        close(out, exact, torch.bfloat16)
+    products.linear(rows, weights, (biases[0], biases[1].clone()))
+    products.linear(rows, (weights[1], weights[0]), (None, None))
+    products.linear(rows, (weights[0], weights[1].clone()), (None, None))
+    products.linear(rows[:, :24], both[:, :24].split([33, 16]), (None, None))
+    assert num_products == (2 if num_biases == 1 else 1) + 8
+
+
+@pytest.mark.parametrize("is_joined", [False, True])
+def test_gated_products_of_many_rows(is_joined):
+    rows, both = random(17, 48, dtype=torch.bfloat16), random(66, 48, dtype=torch.bfloat16)
+    gate, up = both.split(33)
+    up = up if is_joined else up.clone()
+    out = products.gated(rows, gate, up, "silu")
+    assert out.stride() == ((66, 1) if is_joined else (33, 1))
+    exact = silu(rows.double() @ gate.double().T) * (rows.double() @ up.double().T)
+    assert (out.double() - exact).norm() <= 8e-3 * exact.norm()  # gate and up are rounded first

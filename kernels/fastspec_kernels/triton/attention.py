@@ -1,13 +1,14 @@
 """Launches of the attention kernels: choice of variant, number of programs, scratch memory."""
 
 from dataclasses import dataclass, fields
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastspec_kernels.triton.attention_kernels import attention_kernel, merge_kernel
+from fastspec_kernels.triton.attention_kernels import STATS, attention_kernel, merge_kernel
 from fastspec_kernels.triton.attention_shares import FEW_CHUNK, RUN, TILE
 from fastspec_kernels.triton.attention_softmax import LOG2_E
 from fastspec_kernels.triton.cache import numbers_or_bytes
@@ -21,9 +22,13 @@ PARTIAL_BYTES = 256 * 2**20  # maximum scratch for shared sequences
 _DOT_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Variant:
-    """Compile-time options of an attention kernel; every field is wrapped for triton."""
+    """Compile-time options of an attention kernel; every field is wrapped for triton.
+
+    Each launch looks its kernel up by it: `variant_of` returns one object for equal fields, since
+    comparing objects takes longer than the rest of a launch.
+    """
 
     mask: str  # "chain", "tree" or "cross"
     words: int  # of a row of the ancestor mask
@@ -50,6 +55,12 @@ class Variant:
         """Wrap the fields, because kernels require constants."""
         for field in fields(self):
             object.__setattr__(self, field.name, tl.constexpr(getattr(self, field.name)))
+
+
+@cache
+def variant_of(**fields) -> Variant:
+    """Return the variant with these fields."""
+    return Variant(**fields)
 
 
 @dataclass(frozen=True)
@@ -109,7 +120,7 @@ def room_for_partials(tiles: int, wanted: int, num_rows: int, head_size: int, ca
         num_rows: rows of all heads. With very many, as for a long prompt, the merge would cost more
             than sharing gains.
     """
-    most = PARTIAL_BYTES // ((head_size + 2) * 4)
+    most = PARTIAL_BYTES // ((head_size + STATS.value) * 4)
     if capacity <= (LONG if tiles > wanted else FEW_CHUNK.value) or num_rows > most // 8:
         return 0
     chunks, runs = -(-capacity // FEW_CHUNK.value), -(-capacity // RUN.value)
@@ -203,7 +214,7 @@ def _attend(
     common, room = choose(query, key_cache, block_table, mask, scoring, return_logsumexp)
     programs = max(PROGRAMS_WANTED // num_kv_heads, 1) if room > 0 else 0
     partial = query.new_empty((room, head_size), dtype=torch.float32)
-    partial_stats = query.new_empty((room, 2), dtype=torch.float32)
+    partial_stats = query.new_empty((room, STATS.value), dtype=torch.float32)
     shares = context_lens.new_empty((batch, 3) if room > 0 else 0, dtype=torch.int64)
     tree = scoring.ancestor_mask
     sinks = context_lens if scoring.sinks is None else scoring.sinks
@@ -215,7 +226,7 @@ def _attend(
     is_windowed_tree = tree is not None and scoring.sliding_window > 0
     sizes = head_size, query.itemsize, common["float8"] != "no", is_windowed_tree
     for rows in kinds_of_rows(query, num_kv_heads, batch, num_nodes):
-        variant = Variant(**common, **tiles(rows, *sizes, capability))
+        variant = variant_of(**common, **tiles(rows, *sizes, capability))
         block_m, num_rows = variant.block_m.value, num_tokens * common["group"]
         num_shares = most_shares(rows, batch, num_rows, block_m, programs)
         launch(

@@ -20,7 +20,9 @@ from fastspec_kernels.triton.attention_softmax import (
 )
 from fastspec_kernels.triton.cache_kernels import round_to
 
-MERGED = tl.constexpr(8)  # partials whose loads are waited for together
+PARTS = tl.constexpr(8)  # of a run, at most: RUN // FEW_CHUNK
+WEIGHED = tl.constexpr(32)  # partials whose weights are found at once: a multiple of PARTS
+STATS = tl.constexpr(4)  # peak, total and, for the merge, two weights
 
 # The keys of a row are accumulated in a fixed tree: blocks of keys in order within a chunk, chunks
 # in order within a run, and then the runs. If several programs share a sequence, each writes the
@@ -42,7 +44,7 @@ def attention_kernel(
     out,  # [T, H, D]
     logsumexp,  # [T, H], where V.logsumexp
     partial,  # [room, D] of shared sequences, if V.split
-    partial_stats,  # [room, 2], peak and total, if V.split
+    partial_stats,  # [room, STATS], if V.split
     shares,  # [B, 3] int64, if V.split: results of share_of_program for each sequence
     batch,
     num_blocks,
@@ -92,7 +94,7 @@ def attention_kernel(
     paged = (key_cache, value_cache, table, num_blocks, block_stride, slot_stride)
     tree = (ancestor_mask + b.to(tl.int64) * num_nodes * V.words, num_nodes)
     d = tl.arange(0, V.block_d)[None, :]
-    token, head, inside, place = _packed_rows(cu_rows, b, tile, V)
+    token, head, inside, place = _packed_rows(cu_rows, b, tile, False, V)
     stored = inside[:, None] & (d < V.head_size)
     offset = (place * query_token_stride + head.to(tl.int64) * query_head_stride)[:, None] + d
     q = tl.load(query + offset, mask=stored, other=0.0).to(V.dot_dtype)
@@ -122,7 +124,7 @@ def attention_kernel(
             block = later
             state, run, whole = _fold(state, run, whole, first + V.block_n, stop, store, V)
         for first in tl.range(first_masked, part_end, V.block_n, num_stages=1, disable_licm=True):
-            token, _, _, _ = _packed_rows(cu_rows, b, tile, V)
+            token, _, _, _ = _packed_rows(cu_rows, b, tile, True, V)
             limits = row_limits(tree, context, num_tokens, token, V)
             block = block_numbers(paged, first, stop, V)
             seen = visible_keys(
@@ -133,7 +135,7 @@ def attention_kernel(
             )
             state, run, whole = _fold(state, run, whole, first + V.block_n, stop, store, V)
     run = merge(run, state)
-    token, head, inside, place = _packed_rows(cu_rows, b, tile, V)
+    token, head, inside, place = _packed_rows(cu_rows, b, tile, True, V)
     place = place * V.num_heads + head
     if V.split & (base >= 0):
         _store_partial(run, stop - 1, store, V)
@@ -195,9 +197,9 @@ def _store_partial(state, last_key, store, V: tl.constexpr):
     partial, partial_stats, shares, unit, base, tile, cu_rows, b = store
     length = tl.load(shares + b * 3 + 1, volatile=True).to(tl.int32)  # occupies no register before
     d = tl.arange(0, V.block_d)[None, :]
-    token, head, inside, _ = _packed_rows(cu_rows, b, tile, V)
+    token, head, inside, _ = _packed_rows(cu_rows, b, tile, True, V)
     entry = _entry(token, head, last_key // unit, length, V)
-    stats = partial_stats + (base + entry) * 2
+    stats = partial_stats + (base + entry) * STATS
     target = partial + (base + entry).to(tl.int64)[:, None] * V.head_size + d
     peak, total, mixed = state
     _store_in_place(target, mixed, inside[:, None] & (d < V.head_size), V)
@@ -228,20 +230,26 @@ def _store_in_place(target, values, stored, V: tl.constexpr):
 @triton.jit
 def _entry(token, head, index, length, V: tl.constexpr):
     """The partials of rows and a unit of keys, counted from the sequence's first one."""
-    if V.windowed:
-        index = index % length
-    return (token * V.num_heads + head) * length + index
+    return (token * V.num_heads + head) * length + _in_row(index, length, V)
 
 
 @triton.jit
-def _packed_rows(cu_rows, b, tile, V: tl.constexpr):
+def _in_row(index, length, V: tl.constexpr):
+    """The place of a unit of keys among the partials of a row."""
+    if V.windowed:
+        index = index % length
+    return index
+
+
+@triton.jit
+def _packed_rows(cu_rows, b, tile, AGAIN: tl.constexpr, V: tl.constexpr):
     """Token and head of each row, whether the sequence has it, and the token's place in the batch.
 
-    Recomputed after a loop, because keeping the values would occupy registers throughout; the
-    volatile loads force the compiler to do so.
+    Computed AGAIN after a loop, because keeping the values would occupy registers throughout;
+    volatile loads, which wait for memory, force the compiler to do so.
     """
-    first_token = tl.load(cu_rows + b, volatile=True)
-    num_rows = (tl.load(cu_rows + b + 1, volatile=True) - first_token) * V.group
+    first_token = tl.load(cu_rows + b, volatile=AGAIN)
+    num_rows = (tl.load(cu_rows + b + 1, volatile=AGAIN) - first_token) * V.group
     row = tl.minimum(tile, num_rows) * V.block_m + tl.arange(0, V.block_m)  # recomputed from tile
     token, head = row // V.group, tl.program_id(1) * V.group + row % V.group
     return token, head, row < num_rows, (first_token + token).to(tl.int64)
@@ -285,8 +293,7 @@ def merge_kernel(
 ):
     """Program (token, head): merge the partials of the keys that the token may see, in order.
 
-    Only of shared sequences. One warp, which needs no barriers; the loads of the next partials are
-    in flight.
+    Only of shared sequences. One warp, which needs no barriers.
     """
     token = tl.program_id(0)
     b = tl.full([], 0, tl.int32)
@@ -308,27 +315,55 @@ def merge_kernel(
         return
     first, end = low // unit, (end + unit - 1) // unit
 
-    head = tl.program_id(1) + tl.arange(0, 1)
-    inside = head < V.num_heads
+    row = base + _entry(number, tl.program_id(1), 0, length, V)
+    stats = partial_stats + row * STATS
+    _weigh(stats, first, end, unit, length, V)
+    tl.debug_barrier()  # each thread loads what others stored
     d = tl.arange(0, V.block_d)
-    stored = inside[:, None] & (d < V.head_size)[None, :]
-    place = token.to(tl.int64) * V.num_heads + head
+    partial += row * V.head_size + d
     whole = _empty_state(1, V)
-    run = whole
-    for several in tl.range(first, end, MERGED, num_stages=4):
-        for index in tl.static_range(MERGED):
-            there = several + index < end
-            source = base + _entry(number, head, several + index, length, V)
-            part_mixed = tl.load(
-                partial + source[:, None] * V.head_size + d[None, :], mask=stored & there, other=0.0
-            )
-            part_peak = tl.load(
-                partial_stats + source * 2, mask=inside & there, other=-float("inf")
-            )
-            part_total = tl.load(partial_stats + source * 2 + 1, mask=inside & there, other=0.0)
-            run = merge(run, (part_peak, part_total, part_mixed))
-            if (several + index + 1) * unit % RUN == 0:
-                whole = merge(whole, run)
-                run = _empty_state(1, V)
-    whole = merge(whole, run)
-    _store_rows(out, logsumexp, sinks, whole, value_scale, place, head, inside, V)
+    for number in tl.range(first * unit // RUN, (end * unit + RUN - 1) // RUN, num_stages=3):
+        peak, total = tl.full([], float("-inf"), tl.float32), tl.full([], 0.0, tl.float32)
+        mixed = tl.full([V.block_d], 0.0, tl.float32)
+        for part in tl.static_range(PARTS):
+            index = number * (RUN // unit) + part
+            there = (part * unit < RUN) & (index >= first) & (index < end)
+            place = _in_row(index, length, V)
+            part_peak = tl.load(stats + place * STATS, mask=there, other=-float("inf"))
+            part_total = tl.load(stats + place * STATS + 1, mask=there, other=0.0)
+            decay = tl.load(stats + place * STATS + 2, mask=there, other=1.0)
+            part_decay = tl.load(stats + place * STATS + 3, mask=there, other=0.0)
+            seen = there & (d < V.head_size)
+            part_mixed = tl.load(partial + place * V.head_size, mask=seen, other=0.0)
+            peak = tl.maximum(peak, part_peak)  # as in `merge`
+            total = tl.fma(part_total, part_decay, total * decay)
+            mixed = tl.fma(part_mixed, part_decay, mixed * decay)
+        nothing = tl.full([1], 0.0, tl.float32)
+        whole = merge(whole, (nothing + peak, nothing + total, mixed[None, :]))
+    head = tl.program_id(1) + tl.arange(0, 1)
+    place = token.to(tl.int64) * V.num_heads + head
+    _store_rows(out, logsumexp, sinks, whole, value_scale, place, head, head < V.num_heads, V)
+
+
+@triton.jit
+def _weigh(stats, first, end, unit, length, V: tl.constexpr):
+    """Store the factors by which `merge` multiplies each partial, and what its run has before.
+
+    Found for many partials side by side: one after another, they would take most of the time.
+    """
+    for several in range(first, end, WEIGHED):
+        index = several + tl.arange(0, WEIGHED)
+        own = stats + _in_row(index, length, V) * STATS
+        there = index < end
+        peak = tl.load(own, mask=there, other=-float("inf"))
+        peak_before = tl.full([WEIGHED], float("-inf"), tl.float32)
+        for distance in tl.static_range(1, PARTS):
+            other = index - distance
+            is_before = there & (other >= first) & (other * unit // RUN == index * unit // RUN)
+            place = _in_row(tl.maximum(other, 0), length, V)
+            other_peak = tl.load(stats + place * STATS, mask=is_before, other=-float("inf"))
+            peak_before = tl.maximum(peak_before, other_peak)
+        new_peak = tl.maximum(peak_before, peak)
+        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        tl.store(own + 2, tl.exp2(peak_before - base), mask=there)
+        tl.store(own + 3, tl.exp2(peak - base), mask=there)

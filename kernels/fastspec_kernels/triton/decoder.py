@@ -36,7 +36,8 @@ def decoder_layers(
 ) -> Tensor:
     """Run 4 products and 4 other launches per layer, and 1 launch at the end.
 
-    Torch's products, of more than 16 rows or in float32, are 7, and need 1 more launch. 1 more if
+    Torch's products, of more than 16 rows or in float32, need 1 more launch, and are 7 unless the
+    weights that multiply the same rows lie next to each other. 1 more launch if
     contexts are split, 1 more if sequences may have few or many rows, and 2 more for each head that
     keeps the layer's input.
     """
@@ -104,7 +105,7 @@ def _add_and_norm(
 
 
 def _turn_and_store(
-    query: Tensor,  # [T, H * D]
+    query: Tensor,  # [T, H * D], perhaps a part of longer rows, as key and value
     key: Tensor,  # [T, G * D]
     value: Tensor,
     weights: LayerWeights,
@@ -133,6 +134,9 @@ def _turn_and_store(
         sin_rows,
         weights.query_norm,
         weights.key_norm,
+        query.stride(0),
+        key.stride(0),
+        value.stride(0),
         num_blocks * block_size,
         caches[0].stride(0),
         caches[0].stride(1),

@@ -49,7 +49,7 @@ def _normed(x, weight, place, size, eps, shift, inside):
 
 @triton.jit
 def heads_kernel(
-    query,  # [T, H, D]
+    query,  # [T, H, D], rows apart by query_stride
     key,  # [T, G, D]
     value,
     out,  # [T, H, D]
@@ -60,6 +60,9 @@ def heads_kernel(
     sin,
     query_norm,  # [D] or None
     key_norm,
+    query_stride,
+    key_stride,
+    value_stride,
     num_slots,
     block_stride,
     slot_stride,
@@ -82,24 +85,24 @@ def heads_kernel(
     inside = d < HEAD_SIZE
     factors = cos + token * cos_stride, sin + token * sin_stride
     if head < NUM_HEADS:
-        place = (token * NUM_HEADS + head) * HEAD_SIZE
-        x = _turned(query + place, query_norm, factors, eps, shift, HEAD_SIZE, ROTARY_SIZE, BLOCK_D)
-        tl.store(out + place + d, round_to(x, out.dtype.element_ty, INTERPRETED), mask=inside)
+        source = query + token * query_stride + head * HEAD_SIZE
+        x = _turned(source, query_norm, factors, eps, shift, HEAD_SIZE, ROTARY_SIZE, BLOCK_D)
+        target = out + (token * NUM_HEADS + head) * HEAD_SIZE
+        tl.store(target + d, round_to(x, out.dtype.element_ty, INTERPRETED), mask=inside)
     else:
         slot = tl.load(slot_mapping + token)
         kv_head = (head - NUM_HEADS) % NUM_KV_HEADS
-        source = (token * NUM_KV_HEADS + kv_head) * HEAD_SIZE
         target = slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * slot_stride
         target += kv_head * HEAD_SIZE
         stored = inside & (slot >= 0) & (slot < num_slots)
         if head < NUM_HEADS + NUM_KV_HEADS:
-            x = _turned(
-                key + source, key_norm, factors, eps, shift, HEAD_SIZE, ROTARY_SIZE, BLOCK_D
-            )
+            source = key + token * key_stride + kv_head * HEAD_SIZE
+            x = _turned(source, key_norm, factors, eps, shift, HEAD_SIZE, ROTARY_SIZE, BLOCK_D)
             rounded = round_to(x, key_cache.dtype.element_ty, INTERPRETED)
             tl.store(key_cache + target + d, rounded, mask=stored)
         else:
-            copied = tl.load(value + source + d, mask=inside, other=0.0)
+            source = value + token * value_stride + kv_head * HEAD_SIZE
+            copied = tl.load(source + d, mask=inside, other=0.0)
             tl.store(value_cache + target + d, copied, mask=stored)
 
 
@@ -138,11 +141,18 @@ def _turned(
 
 @triton.jit
 def gate_kernel(
-    gate, up, count, SILU: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr
+    gate,  # [T, N], rows apart by row_stride
+    up,
+    size,
+    row_stride,
+    SILU: tl.constexpr,
+    BLOCK: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
-    """Replace gate by activation(gate) * up; both are contiguous."""
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < count
+    """Program (row, block): replace gate by activation(gate) * up."""
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = n < size
+    place = tl.program_id(0).to(tl.int64) * row_stride + n
     x = tl.load(gate + place, mask=inside, other=0.0).to(tl.float32)
     active = activated(x, SILU) * tl.load(up + place, mask=inside, other=0.0).to(tl.float32)
     tl.store(gate + place, round_to(active, gate.dtype.element_ty, INTERPRETED), mask=inside)

@@ -20,13 +20,20 @@ GATED_TILES = {"BLOCK_T": FEW_ROWS, "BLOCK_N": 32, "BLOCK_K": 128, "num_warps": 
 def linear(
     rows: Tensor, weights: tuple[Tensor, ...], biases: tuple[Tensor | None, ...]
 ) -> list[Tensor]:
-    """Multiply rows [T, K] by each of the matrices [N_i, K], in one launch if rows are few."""
-    if not _takes_kernel(rows):
-        return [F.linear(rows, *pair) for pair in zip(weights, biases, strict=True)]
+    """Multiply rows [T, K] by each of the matrices [N_i, K].
+
+    In one launch if rows are few, or else if matrices and biases lie side by side; the results
+    [T, N_i] are then parts of longer rows.
+    """
     present = tuple(bias for bias in biases if bias is not None)
-    if len(present) not in (0, len(weights)):  # one launch has biases for all matrices or for none
+    if len(present) not in (0, len(weights)):  # one product has biases for all matrices or for none
         pairs = zip(weights, biases, strict=True)
         return [out for weight, bias in pairs for out in linear(rows, (weight,), (bias,))]
+    if not _takes_kernel(rows):
+        weight, bias = _joined(weights), _joined(present)
+        if weight is None or (bias is None and present):
+            return [F.linear(rows, *pair) for pair in zip(weights, biases, strict=True)]
+        return [*F.linear(rows, weight, bias).split([*map(len, weights)], dim=1)]
     sizes = tuple(len(weight) for weight in weights)
     outs = tuple(rows.new_empty((len(rows), size)) for size in sizes)
     is_narrow = len(rows) <= 8
@@ -57,10 +64,26 @@ def gated(rows: Tensor, gate_weight: Tensor, up_weight: Tensor, activation: str)
         tensors = rows, gate_weight, up_weight, out
         launch(gated_kernel, num_programs, *tensors, *rows.shape, size, **options, **GATED_TILES)
         return out
-    gate, up = F.linear(rows, gate_weight), F.linear(rows, up_weight)
-    num, num_programs = gate.numel(), triton.cdiv(gate.numel(), GATE_BLOCK)
-    launch(gate_kernel, num_programs, gate, up, num, BLOCK=GATE_BLOCK, num_warps=4, **options)
+    gate, up = linear(rows, (gate_weight, up_weight), (None, None))
+    grid = len(rows), triton.cdiv(size, GATE_BLOCK)
+    sizes = size, gate.stride(0)
+    launch(gate_kernel, grid, gate, up, *sizes, BLOCK=GATE_BLOCK, num_warps=4, **options)
     return gate
+
+
+def _joined(parts: tuple[Tensor, ...]) -> Tensor | None:
+    """Return contiguous tensors of one allocation that follow each other as one; else None."""
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    first, place = parts[0], parts[0].data_ptr()
+    start = first.untyped_storage().data_ptr()
+    for part in parts:
+        is_like = part.dtype == first.dtype and part.shape[1:] == first.shape[1:]
+        is_next = part.data_ptr() == place and part.untyped_storage().data_ptr() == start
+        if not (is_like and is_next and part.is_contiguous()):
+            return None
+        place += part.nbytes
+    return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())
 
 
 def _takes_kernel(rows: Tensor) -> bool:

@@ -1,0 +1,44 @@
+"""Weights that multiply the same rows, next to each other in GPU memory, so that one product of
+`decoder_layers` reads them all."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from fastspec.models.twin import is_plain_linear
+
+_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+def move_side_by_side(model: PreTrainedModel, device: torch.device) -> None:
+    """Move projections of the same rows, and their biases, from the CPU to a device.
+
+    Weights that are on another device, as those shared with another model may be, stay there.
+    """
+    for group in groups_of(model):
+        if all(parameter.device.type == "cpu" for parameter in group):
+            join(group, device)
+
+
+def groups_of(model: PreTrainedModel) -> Iterator[list[nn.Parameter]]:
+    """Yield the weights, and the biases, of plain projections of the same rows."""
+    for module in model.modules():
+        for names in _TOGETHER:
+            parts = [getattr(module, name, None) for name in names]
+            if not all(is_plain_linear(part) for part in parts):
+                continue
+            for group in [part.weight for part in parts], [part.bias for part in parts]:
+                kinds = {each is not None and (each.dtype, each.shape[1:]) for each in group}
+                if len(kinds) == 1 and False not in kinds:
+                    yield group
+
+
+@torch.no_grad()
+def join(parameters: list[nn.Parameter], device: torch.device) -> None:
+    """Let parameters share one allocation on the device, in order."""
+    sizes, first = [*map(len, parameters)], parameters[0]
+    joined = torch.empty((sum(sizes), *first.shape[1:]), dtype=first.dtype, device=device)
+    for parameter, part in zip(parameters, joined.split(sizes), strict=True):
+        parameter.data = part.copy_(parameter)
