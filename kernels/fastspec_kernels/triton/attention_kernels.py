@@ -20,8 +20,8 @@ from fastspec_kernels.triton.attention_softmax import (
 )
 from fastspec_kernels.triton.cache_kernels import round_to
 
-PARTS = tl.constexpr(8)  # of a run, at most: RUN // FEW_CHUNK
-WEIGHED = tl.constexpr(32)  # partials whose weights are found at once: a multiple of PARTS
+PARTS = tl.constexpr(8)  # loaded together; a run has no more: RUN // FEW_CHUNK
+WEIGHED = tl.constexpr(32)  # partials whose weights are found together: a multiple of PARTS
 STATS = tl.constexpr(4)  # peak, total and, for the merge, two weights
 
 # The keys of a row are accumulated in a fixed tree: blocks of keys in order within a chunk, chunks
@@ -154,7 +154,9 @@ def attention_kernel(
                 sees = visible_keys(tree, limits, context, num_tokens, number, sliding_window, 1, V)
                 spoilt = stored & sees & is_wild(paged, key, V)
                 if V.split & (base >= 0):
-                    num_partials = tl.load(shares + b * 3 + 1, volatile=True).to(tl.int32)
+                    num_partials = _load_again(
+                        (shares + b * 3 + 1).to(tl.pointer_type(tl.int32)), V
+                    )
                     entry = _entry(token, head, number // unit, num_partials, V)
                     place_of = (base + entry).to(tl.int64)[:, None] * V.head_size
                     tl.store(partial + place_of + d, nan, mask=spoilt)
@@ -195,7 +197,7 @@ def _fold(state, run, whole, number, stop, store, V: tl.constexpr):
 def _store_partial(state, last_key, store, V: tl.constexpr):
     """Write a part of a shared sequence."""
     partial, partial_stats, shares, unit, base, tile, cu_rows, b = store
-    length = tl.load(shares + b * 3 + 1, volatile=True).to(tl.int32)  # occupies no register before
+    length = _load_again((shares + b * 3 + 1).to(tl.pointer_type(tl.int32)), V)
     d = tl.arange(0, V.block_d)[None, :]
     token, head, inside, _ = _packed_rows(cu_rows, b, tile, True, V)
     entry = _entry(token, head, last_key // unit, length, V)
@@ -245,14 +247,35 @@ def _in_row(index, length, V: tl.constexpr):
 def _packed_rows(cu_rows, b, tile, AGAIN: tl.constexpr, V: tl.constexpr):
     """Token and head of each row, whether the sequence has it, and the token's place in the batch.
 
-    Computed AGAIN after a loop, because keeping the values would occupy registers throughout;
-    volatile loads, which wait for memory, force the compiler to do so.
+    Computed AGAIN after a loop, because keeping the values would occupy registers throughout.
     """
-    first_token = tl.load(cu_rows + b, volatile=AGAIN)
-    num_rows = (tl.load(cu_rows + b + 1, volatile=AGAIN) - first_token) * V.group
+    if AGAIN:
+        first_token, end = _load_again(cu_rows + b, V), _load_again(cu_rows + b + 1, V)
+    else:
+        first_token, end = tl.load(cu_rows + b), tl.load(cu_rows + b + 1)
+    num_rows = (end - first_token) * V.group
     row = tl.minimum(tile, num_rows) * V.block_m + tl.arange(0, V.block_m)  # recomputed from tile
     token, head = row // V.group, tl.program_id(1) * V.group + row % V.group
     return token, head, row < num_rows, (first_token + token).to(tl.int64)
+
+
+@triton.jit
+def _load_again(pointer, V: tl.constexpr):
+    """Load an integer of 32 bits that no register is to hold meanwhile.
+
+    The compiler may neither move this load nor drop it, and a cache close by answers, which does
+    not serve volatile loads.
+    """
+    if V.interpreted:
+        return tl.load(pointer)
+    return tl.inline_asm_elementwise(
+        "ld.global.ca.b32 $0, [$1];",
+        "=r,l",
+        [pointer.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
@@ -321,13 +344,14 @@ def merge_kernel(
     tl.debug_barrier()  # each thread loads what others stored
     d = tl.arange(0, V.block_d)
     partial += row * V.head_size + d
+    parts = RUN // unit if unit < RUN else PARTS  # taken together: a run, or several
     whole = _empty_state(1, V)
-    for number in tl.range(first * unit // RUN, (end * unit + RUN - 1) // RUN, num_stages=3):
-        peak, total = tl.full([], float("-inf"), tl.float32), tl.full([], 0.0, tl.float32)
-        mixed = tl.full([V.block_d], 0.0, tl.float32)
+    peak, total = tl.full([], float("-inf"), tl.float32), tl.full([], 0.0, tl.float32)
+    mixed = tl.full([V.block_d], 0.0, tl.float32)
+    for number in tl.range(first // parts, (end + parts - 1) // parts, num_stages=2):
         for part in tl.static_range(PARTS):
-            index = number * (RUN // unit) + part
-            there = (part * unit < RUN) & (index >= first) & (index < end)
+            index = number * parts + part
+            there = (part < parts) & (index >= first) & (index < end)
             place = _in_row(index, length, V)
             part_peak = tl.load(stats + place * STATS, mask=there, other=-float("inf"))
             part_total = tl.load(stats + place * STATS + 1, mask=there, other=0.0)
@@ -338,32 +362,51 @@ def merge_kernel(
             peak = tl.maximum(peak, part_peak)  # as in `merge`
             total = tl.fma(part_total, part_decay, total * decay)
             mixed = tl.fma(part_mixed, part_decay, mixed * decay)
-        nothing = tl.full([1], 0.0, tl.float32)
-        whole = merge(whole, (nothing + peak, nothing + total, mixed[None, :]))
+        if unit < RUN:
+            whole = merge(whole, _state_of_row(peak, total, mixed))
+            peak, total, mixed = float("-inf"), 0.0, tl.full([V.block_d], 0.0, tl.float32)
+    if unit == RUN:
+        whole = _state_of_row(peak, total, mixed)
     head = tl.program_id(1) + tl.arange(0, 1)
     place = token.to(tl.int64) * V.num_heads + head
     _store_rows(out, logsumexp, sinks, whole, value_scale, place, head, head < V.num_heads, V)
 
 
 @triton.jit
-def _weigh(stats, first, end, unit, length, V: tl.constexpr):
-    """Store the factors by which `merge` multiplies each partial, and what its run has before.
+def _state_of_row(peak, total, mixed):
+    nothing = tl.full([1], 0.0, tl.float32)
+    return nothing + peak, nothing + total, mixed[None, :]
 
-    Found for many partials side by side: one after another, they would take most of the time.
+
+@triton.jit
+def _weigh(stats, first, end, unit, length, V: tl.constexpr):
+    """Store the factors by which `merge` multiplies each partial, and what was merged before it.
+
+    That is what its run has before it, or all before it if partials are runs. Found for many
+    partials side by side: one after another, they would take most of the time.
     """
-    for several in range(first, end, WEIGHED):
+    peak_of_blocks = float("-inf")
+    for several in range(first // WEIGHED * WEIGHED, end, WEIGHED):
         index = several + tl.arange(0, WEIGHED)
         own = stats + _in_row(index, length, V) * STATS
-        there = index < end
+        there = (index >= first) & (index < end)
         peak = tl.load(own, mask=there, other=-float("inf"))
-        peak_before = tl.full([WEIGHED], float("-inf"), tl.float32)
-        for distance in tl.static_range(1, PARTS):
-            other = index - distance
-            is_before = there & (other >= first) & (other * unit // RUN == index * unit // RUN)
-            place = _in_row(tl.maximum(other, 0), length, V)
-            other_peak = tl.load(stats + place * STATS, mask=is_before, other=-float("inf"))
-            peak_before = tl.maximum(peak_before, other_peak)
+        begins = (index <= first) | ((unit < RUN) & (index * unit % RUN == 0))
+        last = stats + _in_row(tl.maximum(index - 1, 0), length, V) * STATS
+        last_peak = tl.load(last, mask=there & (begins == 0), other=-float("inf"))
+        peak_before, _ = tl.associative_scan((last_peak, begins.to(tl.int32)), 0, _peak_of_both)
+        peak_before = tl.maximum(peak_before, peak_of_blocks)
         new_peak = tl.maximum(peak_before, peak)
         base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
         tl.store(own + 2, tl.exp2(peak_before - base), mask=there)
         tl.store(own + 3, tl.exp2(peak - base), mask=there)
+        if unit == RUN:  # else no run is in two blocks
+            peak_of_blocks = tl.maximum(peak_of_blocks, tl.max(peak, 0))
+
+
+@triton.jit
+def _peak_of_both(peak, begins, later_peak, later_begins):
+    """Join two parts of a scan that begins anew at some places."""
+    return tl.where(
+        later_begins != 0, later_peak, tl.maximum(peak, later_peak)
+    ), begins | later_begins
