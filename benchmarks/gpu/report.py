@@ -47,7 +47,9 @@ Times are medians in microseconds. The columns:
   *bytes* are a copy of as many bytes as that pipeline moves; the pipeline itself was not run. (e)
   marks wall-clock times, launches included."""
 MEANING_OF_ENGINE = """\
-Microseconds per token, while each of B sequences advances by one; prompts are not counted.
+Microseconds per token, while each of B sequences advances by one. Reading prompts is not counted.
+Records before 2026-11-27 do count the draft model's, and the capture of graphs of new sizes
+([what a round takes without both](kernels.md#a-fourth-run)).
 **floor**: one read of the target's weights. All weights are random, so draft tokens are accepted by
 the toss of a coin; a pass then yields several tokens."""
 

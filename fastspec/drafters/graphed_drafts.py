@@ -1,5 +1,6 @@
 """All decoding steps of a draft as one CUDA graph: the host launches it and is free."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -9,7 +10,14 @@ import torch
 from torch import Tensor
 
 from fastspec.drafters.base import SamplingTensors
-from fastspec.models.graphs import LEAST_WIDTH, MOST_TOKENS, Run, is_near, power_of_2
+from fastspec.models.graphs import (
+    LEAST_WIDTH,
+    MOST_TOKENS,
+    RARE_TIMES,
+    Run,
+    is_near,
+    power_of_2,
+)
 from fastspec.models.layout import PagedStep, PassShape, Span, lay_out
 from fastspec.models.reduced_vocabulary import DraftVocabulary
 from fastspec.models.runner import ModelRunner
@@ -55,7 +63,7 @@ def draw(
 
 @dataclass(eq=False)
 class GraphedDrafts:
-    """The graphs of a draft model's steps, captured when sizes occur again, unless some are near.
+    """The graphs of a draft model's steps, captured when sizes occur again and none are near.
 
     Attributes:
         vocab_size: columns of the logits that are drawn from.
@@ -64,8 +72,8 @@ class GraphedDrafts:
     runner: ModelRunner
     vocabulary: DraftVocabulary
     vocab_size: int
-    # None for sizes that have occurred and were not captured.
-    _chains: "dict[tuple, StaticChain | None]" = field(default_factory=dict, init=False)
+    _chains: "dict[tuple, StaticChain]" = field(default_factory=dict, init=False)
+    _occurred: Counter[tuple] = field(default_factory=Counter, init=False)
 
     def write(
         self,
@@ -106,21 +114,19 @@ class GraphedDrafts:
         options = {**random_inputs, **sampling, "uniforms": uniforms}
         draw_inputs = {name: cast(Tensor, x) for name, x in options.items() if x is not None}
         key = shape, num_steps, keeps_logits, *draw_inputs
-        is_new, chain = key not in self._chains, self._chains.pop(key, None)
-        if chain is None:
+        if key not in self._chains:
+            self._occurred[key] += 1
+            times = self._occurred[key]
             # More steps than needed take more time, though less than going pass by pass.
-            near = self._near(2 * num_steps if is_new else num_steps, *key)
-            if near is not None:
-                if near[1] > num_steps:
-                    self._chains[key] = None
-                key, chain = near, self._chains.pop(near)
-            elif not is_new:
-                chain = StaticChain(self, shape, num_steps, keeps_logits, draw_inputs)
+            near = self._near(times <= RARE_TIMES, *key)
+            if near is None and times == 1:
+                return None
+            key = near or key
+        if (chain := self._chains.pop(key, None)) is None:
+            chain = StaticChain(self, shape, num_steps, keeps_logits, draw_inputs)
         self._chains[key] = chain
-        while len(self._chains) > MAX_CHAINS:
+        if len(self._chains) > MAX_CHAINS:
             del self._chains[next(iter(self._chains))]
-        if chain is None:
-            return None
         chain.fill(input_ids, filled, counts, draw_inputs)
         if chain.replay is None:
             chain.replay = graphs.captured(chain.run)
@@ -136,19 +142,22 @@ class GraphedDrafts:
 
     def _near(
         self,
-        most_steps: int,
+        is_rare: bool,
         shape: PassShape,
         num_steps: int,
         keeps_logits: bool,
         *draw_inputs: str,
     ) -> tuple | None:
-        """The key of the smallest graph of near sizes, if there is one."""
+        """The key of the smallest graph of near sizes, if there is one.
+
+        Only if the sizes are rare may it have more steps.
+        """
         found = []
         for key, chain in self._chains.items():
             larger, steps, *others = key
-            is_like = others == [keeps_logits, *draw_inputs] and is_near(larger, shape)
-            is_captured = chain is not None and chain.replay is not None
-            if is_captured and is_like and num_steps <= steps <= most_steps:
+            is_like = others == [keeps_logits, *draw_inputs] and is_near(larger, shape, is_rare)
+            has_steps = steps >= num_steps if is_rare else steps == num_steps
+            if chain.replay is not None and is_like and has_steps:
                 found.append(key)
         return min(found, key=lambda key: (key[1], key[0].num_tokens, key[0]), default=None)
 

@@ -1,6 +1,7 @@
 """Forward passes replayed as CUDA graphs: one launch instead of one per kernel."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,10 @@ LEAST_WIDTH = 64  # blocks per row of the block table; wider rows cost nothing t
 MAX_PASSES = 128  # graphs kept of a model's passes; the least recently used one is dropped
 CHEAP_TOKENS = 128  # up to these, a few more take little time
 FEW_TOKENS = 16  # up to these, kernels of ours multiply, which are faster than torch's
+# A capture takes as long as ten passes. Sizes get a graph of their own once they have occurred so
+# often, unless no other graph will do: those of the last tokens of a text seldom do.
+RARE_TIMES = 32
+RARE_FACTOR = 8  # what graphs of rare sizes may have more of
 logger = logging.getLogger(__name__)
 
 Run = Callable[[], Any]
@@ -119,12 +124,14 @@ def padding(asked: PassShape, num_tokens: int, capacity: int, num_nodes: int) ->
     return -(-(num_tokens - asked.num_tokens) // most_tokens), most_tokens
 
 
-def is_near(larger: PassShape, shape: PassShape) -> bool:
-    """Whether padding a pass of these sizes to the larger ones takes little longer."""
+def is_near(larger: PassShape, shape: PassShape, is_rare: bool = False) -> bool:
+    """Whether padding a pass of these sizes to the larger ones takes little longer, or, if they are
+    rare, not much longer."""
     counts = (shape.num_tokens, larger.num_tokens), (shape.num_rows, larger.num_rows)
     if any(a <= FEW_TOKENS < b or a < b > CHEAP_TOKENS for a, b in counts):
         return False
-    return all(a <= b <= 2 * a for a, b in zip(shape, larger, strict=True))
+    factor = RARE_FACTOR if is_rare else 2
+    return all(a <= b <= factor * a for a, b in zip(shape, larger, strict=True))
 
 
 def power_of_2(number: int) -> int:
@@ -134,7 +141,7 @@ def power_of_2(number: int) -> int:
 
 @dataclass(eq=False)
 class GraphedForward:
-    """One model's short passes, captured when sizes first occur and no captured ones are near.
+    """One model's short passes, captured when sizes occur and no captured ones are near.
 
     Sizes are rounded up to limit the number of graphs; the added padding affects no row. A pass
     waits for none of its copies to the device: two for its layout, more for trees and for what a
@@ -148,6 +155,7 @@ class GraphedForward:
     must: bool
     inputs: KeptInputs | None = field(default=None, init=False)
     _passes: "dict[tuple[PassShape, int], StaticPass]" = field(default_factory=dict, init=False)
+    _occurred: Counter[tuple[PassShape, int]] = field(default_factory=Counter, init=False)
 
     def forward(
         self,
@@ -172,6 +180,7 @@ class GraphedForward:
         if self.capture is None or sizes is None or (values := view_values()) is None:
             return None
         if (sizes[0], num_nodes) not in self._passes:
+            self._occurred[sizes[0], num_nodes] += 1
             sizes = self._near(asked, sizes[0], num_nodes) or sizes
         shape, most_tokens = sizes
         if (static := self._passes.pop((shape, num_nodes), None)) is None:
@@ -192,8 +201,9 @@ class GraphedForward:
     ) -> tuple[PassShape, int] | None:
         """The smallest near sizes of which there is a graph, in the form that `bucket` returns."""
         found, shape = [], rounded._replace(num_tokens=asked.num_tokens)
+        is_rare = self._occurred[rounded, num_nodes] <= RARE_TIMES
         for (larger, nodes), static in self._passes.items():
-            if nodes == num_nodes and static.replay is not None and is_near(larger, shape):
+            if nodes == num_nodes and static.replay is not None and is_near(larger, shape, is_rare):
                 capacity = larger.width * self.block_size
                 added, most_tokens = padding(asked, larger.num_tokens, capacity, nodes)
                 if asked.batch + added <= larger.batch:

@@ -14,6 +14,7 @@ from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec.drafters import graphed_drafts
 from fastspec.drafters.draft_model import DraftModelDrafter
 from fastspec.drafters.graphed_drafts import GraphedDrafts
+from fastspec.models import graphs
 from fastspec.models.blocks import Blocks
 from fastspec.models.layout import Span
 from fastspec.models.reduced_vocabulary import DraftVocabulary
@@ -141,8 +142,11 @@ def test_drafts_that_read_their_target_are_one_graph(tmp_path, monkeypatch, meth
     ("method", "is_tree"),
     [("eagle3", False), ("eagle3", True), ("eagle", False), ("eagle", True), ("glide", False)],
 )
-def test_passes_that_read_their_target_with_graphs(tmp_path, method, is_tree, temperature):
+def test_passes_that_read_their_target_with_graphs(
+    tmp_path, monkeypatch, method, is_tree, temperature
+):
     """One by one, as for trees and drafts that may end early; prompts and trees of all sizes."""
+    monkeypatch.setattr(graphs, "RARE_TIMES", 0)  # more sizes have graphs of their own
     target = random_model("llama", num_hidden_layers=6)
     drafter, spec = draft_of(method, target, tmp_path)
     fields = {"tree_nodes": 9, "tree_width": 2} if is_tree else {"confidence_threshold": 1e-4}
@@ -301,6 +305,7 @@ def test_few_graphs_of_drafts_are_kept(monkeypatch):
     model = random_model("llama")
     runner = runner_of(model, CountingCapture())
     monkeypatch.setattr(graphed_drafts, "MAX_CHAINS", 3)
+    monkeypatch.setattr(graphed_drafts, "RARE_TIMES", 2)
     drafts = GraphedDrafts(runner, DraftVocabulary(VOCAB_SIZE), VOCAB_SIZE)
     sampling = {"temperature": None, "top_k": None, "top_p": None, "min_p": None}
 
@@ -311,15 +316,17 @@ def test_few_graphs_of_drafts_are_kept(monkeypatch):
         return drafts.write(ids, spans, counts, sampling, numbers, keeps_logits)
 
     assert [write(n) is not None for n in (1, 2, 3, 1, 4)] == [False] * 3 + [True, False]
-    assert [key[1] for key in drafts._chains] == [3, 1, 4]
+    assert [key[1] for key in drafts._chains] == [1]
     assert write(1).token_ids.shape == (1, 1)
     assert write(3).token_ids.shape == (1, 3)
     assert write(2).token_ids.shape == (1, 2)  # by the graph of three steps
-    assert [key[1] for key, chain in drafts._chains.items() if chain] == [1, 3]
-    assert write(2).token_ids.shape == (1, 2)
-    assert [key[1] for key, chain in drafts._chains.items() if chain] == [1, 3, 2]
-    assert write(4) is None  # went, and is seen for the first time again
+    assert [key[1] for key in drafts._chains] == [1, 3]
+    assert write(2).token_ids.shape == (1, 2)  # no longer rare
+    assert [key[1] for key in drafts._chains] == [1, 3, 2]
+    assert write(4).token_ids.shape == (1, 4)
     assert [key[1] for key in drafts._chains] == [3, 2, 4]
+    assert write(1).token_ids.shape == (1, 1)  # as it is known not to be rare
+    assert [key[1] for key in drafts._chains] == [2, 4, 1]
     monkeypatch.setattr(graphed_drafts, "MAX_REQUESTS", 2)
     for _ in range(2):
         assert write(1, batch=3) is None

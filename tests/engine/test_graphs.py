@@ -158,8 +158,9 @@ def test_padding_changes_nothing(architecture):
         ([(9, 4), (3, 4), (20, 4)], [3], 2),  # others are all wanted
     ],
 )
-def test_passes_take_the_graph_of_somewhat_larger_ones(shapes, rows, num_captured):
+def test_passes_take_the_graph_of_somewhat_larger_ones(monkeypatch, shapes, rows, num_captured):
     """Bit for bit what the pass gives without one."""
+    monkeypatch.setattr(graphs, "RARE_TIMES", 0)
     model = random_model("llama")
     capture = CountingCapture()
     plain, graphed = runner_of(model), runner_of(model, capture)
@@ -170,6 +171,21 @@ def test_passes_take_the_graph_of_somewhat_larger_ones(shapes, rows, num_capture
         assert torch.equal(graphed.forward(ids, spans, kept), expected)
         assert same_caches(plain, graphed)
     assert capture.num_captured == num_captured
+
+
+@torch.inference_mode()
+def test_rare_sizes_take_the_graph_of_larger_ones(monkeypatch):
+    """Bit for bit what the pass gives without one, until they are no longer rare."""
+    monkeypatch.setattr(graphs, "RARE_TIMES", 2)
+    model = random_model("llama")
+    capture = CountingCapture()
+    plain, graphed = runner_of(model), runner_of(model, capture)
+    for count, num_captured in ((5, 1), (1, 1), (2, 1), (1, 1), (1, 2), (5, 2), (1, 2), (17, 3)):
+        spans = spans_of([(9, count)])
+        ids = ids_for(spans)
+        assert torch.equal(graphed.forward(ids, spans), plain.forward(ids, spans))
+        assert same_caches(plain, graphed)
+        assert capture.num_captured == num_captured, count
 
 
 @pytest.mark.parametrize(
@@ -188,6 +204,22 @@ def test_passes_take_the_graph_of_somewhat_larger_ones(shapes, rows, num_capture
 )
 def test_near_sizes(shape, larger, expected):
     assert is_near(PassShape(*larger), PassShape(*shape)) == expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "larger", "expected"),
+    [
+        ((1, 1, 1, 64), (8, 8, 8, 64), True),
+        ((1, 1, 1, 64), (16, 16, 16, 64), False),
+        ((2, 10, 10, 64), (16, 80, 80, 64), False),  # torch's products
+        ((4, 20, 0, 64), (16, 80, 0, 64), True),
+        ((4, 20, 0, 64), (16, 160, 0, 64), False),  # tokens that take time
+        ((4, 20, 20, 64), (16, 160, 0, 64), False),
+        ((64, 130, 0, 64), (64, 160, 0, 64), False),
+    ],
+)
+def test_near_rare_sizes(shape, larger, expected):
+    assert is_near(PassShape(*larger), PassShape(*shape), is_rare=True) == expected
 
 
 @torch.inference_mode()

@@ -85,10 +85,10 @@ def heads_kernel(
     inside = d < HEAD_SIZE
     factors = cos + token * cos_stride, sin + token * sin_stride
     if head < NUM_HEADS:
-        source = query + token * query_stride + head * HEAD_SIZE
-        x = _turned(source, query_norm, factors, eps, shift, HEAD_SIZE, ROTARY_SIZE, BLOCK_D)
-        target = out + (token * NUM_HEADS + head) * HEAD_SIZE
-        tl.store(target + d, round_to(x, out.dtype.element_ty, INTERPRETED), mask=inside)
+        query += token * query_stride + head * HEAD_SIZE
+        x = _turned(query, query_norm, factors, eps, shift, HEAD_SIZE, ROTARY_SIZE, BLOCK_D)
+        place = (token * NUM_HEADS + head) * HEAD_SIZE
+        tl.store(out + place + d, round_to(x, out.dtype.element_ty, INTERPRETED), mask=inside)
     else:
         slot = tl.load(slot_mapping + token)
         kv_head = (head - NUM_HEADS) % NUM_KV_HEADS
@@ -96,13 +96,13 @@ def heads_kernel(
         target += kv_head * HEAD_SIZE
         stored = inside & (slot >= 0) & (slot < num_slots)
         if head < NUM_HEADS + NUM_KV_HEADS:
-            source = key + token * key_stride + kv_head * HEAD_SIZE
-            x = _turned(source, key_norm, factors, eps, shift, HEAD_SIZE, ROTARY_SIZE, BLOCK_D)
+            key += token * key_stride + kv_head * HEAD_SIZE
+            x = _turned(key, key_norm, factors, eps, shift, HEAD_SIZE, ROTARY_SIZE, BLOCK_D)
             rounded = round_to(x, key_cache.dtype.element_ty, INTERPRETED)
             tl.store(key_cache + target + d, rounded, mask=stored)
         else:
-            source = value + token * value_stride + kv_head * HEAD_SIZE
-            copied = tl.load(source + d, mask=inside, other=0.0)
+            value += token * value_stride + kv_head * HEAD_SIZE
+            copied = tl.load(value + d, mask=inside, other=0.0)
             tl.store(value_cache + target + d, copied, mask=stored)
 
 
