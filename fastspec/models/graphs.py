@@ -30,6 +30,8 @@ FEW_TOKENS = 16  # up to these, kernels of ours multiply, which are faster than 
 # often, unless no other graph will do: those of the last tokens of a text seldom do.
 RARE_TIMES = 32
 RARE_FACTOR = 8  # what graphs of rare sizes may have more of
+# Passes that only read prompts come in many sizes, and win less by a graph, which they get later.
+PROMPT_TIMES = 8
 logger = logging.getLogger(__name__)
 
 Run = Callable[[], Any]
@@ -99,8 +101,7 @@ def bucket(shape: PassShape, block_size: int, num_nodes: int) -> tuple[PassShape
 
     Tokens are rounded up by up to a half, or a quarter above CHEAP_TOKENS, sequences and table
     widths to powers of 2, with enough sequences for the added tokens: up to `num_nodes` in each,
-    unless that is 0. None for passes that are not captured: long ones, and those that only fill
-    the cache.
+    unless that is 0. None for passes that are not captured, which are long.
     """
     if not 0 < shape.num_tokens <= MOST_TOKENS:
         return None
@@ -154,6 +155,7 @@ class GraphedForward:
     capture: Capture | None
     must: bool
     inputs: KeptInputs | None = field(default=None, init=False)
+    _captures_prompts: bool = field(default=True, init=False)
     _passes: "dict[tuple[PassShape, int], StaticPass]" = field(default_factory=dict, init=False)
     _occurred: Counter[tuple[PassShape, int]] = field(default_factory=Counter, init=False)
 
@@ -161,12 +163,12 @@ class GraphedForward:
         self,
         input_ids: Tensor,
         spans: list[Span],
-        rows: list[int],
+        rows: list[int] | None,
         tree: Tree | None,
         view_values: Callable[[], tuple[Tensor, ...] | None],
         view_buffers: ViewBuffers,
     ) -> Tensor | None:
-        """See ModelRunner.forward; returns the logits of all tokens if `rows` is empty.
+        """See ModelRunner.forward; returns one row, of any token, if `rows` is empty.
 
         `tree` is the result of `build_tree`; `view_values` returns what goes to the `view_buffers`
         of the captured pass. Returns None if the pass must run without a graph.
@@ -175,13 +177,20 @@ class GraphedForward:
             ValueError: the model cannot be captured, but must be.
         """
         num_nodes = 0 if tree is None else tree[1].shape[1]
+        is_prompt, rows = rows == [], [0] if rows == [] else rows or []
         asked = PassShape.of(spans, rows, self.block_size)
         sizes = bucket(asked, self.block_size, num_nodes)
-        if self.capture is None or sizes is None or (values := view_values()) is None:
+        if self.capture is None or sizes is None:
             return None
-        if (sizes[0], num_nodes) not in self._passes:
-            self._occurred[sizes[0], num_nodes] += 1
-            sizes = self._near(asked, sizes[0], num_nodes) or sizes
+        if (key := (sizes[0], num_nodes)) not in self._passes:
+            self._occurred[key] += 1
+            near = self._near(asked, *key)
+            is_early = self._occurred[key] <= PROMPT_TIMES
+            if near is None and is_prompt and (is_early or not self._captures_prompts):
+                return None
+            sizes = near or sizes
+        if (values := view_values()) is None:
+            return None
         shape, most_tokens = sizes
         if (static := self._passes.pop((shape, num_nodes), None)) is None:
             static = StaticPass(self, shape, num_nodes, view_buffers)
@@ -190,9 +199,12 @@ class GraphedForward:
             del self._passes[next(iter(self._passes))]
         layout = lay_out(spans, rows, self.block_size, shape, most_tokens)
         static.fill(input_ids, *layout, tree, [span.count for span in spans], values)
-        if static.replay is None:
+        if static.replay is None and is_prompt:
+            static.replay = self._captured_prompt(static.run)
+        elif static.replay is None:
             static.replay = self.captured(static.run)
         if static.replay is None:
+            self._passes.pop((shape, num_nodes), None)
             return None
         return static.replay()[: asked.num_rows or asked.num_tokens].clone()
 
@@ -209,6 +221,17 @@ class GraphedForward:
                 if asked.batch + added <= larger.batch:
                     found.append((larger, most_tokens))
         return min(found, key=lambda sizes: (sizes[0].num_tokens, sizes), default=None)
+
+    def _captured_prompt(self, run: Run) -> Run | None:
+        """Capture a pass that reads prompts; if that fails, others may still be captured."""
+        assert self.capture is not None
+        try:
+            return self.capture(run)
+        except RuntimeError as error:
+            name = self.paged_model.name
+            logger.debug("prompts of %s are read without CUDA graphs: %s", name, error)
+            self._captures_prompts = False
+            return None
 
     def captured(self, run: Run) -> Run | None:
         """Capture a function of static buffers; None, from now on, if the model does not allow it.

@@ -137,9 +137,8 @@ class ModelRunner:
         tree = None
         if parents is not None:
             tree = build_tree(parents, backend=self.paged_model.backend)
-        if self.graphs is not None and rows != []:
-            every_row = rows == list(range(len(input_ids)))
-            kept = [] if every_row else rows or []
+        if self.graphs is not None:
+            kept = None if rows == [*range(len(input_ids))] else rows
             view_values = partial(self.view_values, spans, parents)
             logits = self.graphs.forward(
                 input_ids, spans, kept, tree, view_values, self.view_buffers

@@ -2,6 +2,7 @@
 `decoder_layers` reads them all."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,7 +27,7 @@ def groups_of(model: PreTrainedModel) -> Iterator[list[nn.Parameter]]:
     """Yield the weights, and the biases, of plain projections of the same rows."""
     for module in model.modules():
         for names in _TOGETHER:
-            parts = [getattr(module, name, None) for name in names]
+            parts: list[Any] = [getattr(module, name, None) for name in names]
             if not all(is_plain_linear(part) for part in parts):
                 continue
             for group in [part.weight for part in parts], [part.bias for part in parts]:

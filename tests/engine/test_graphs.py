@@ -223,6 +223,47 @@ def test_near_rare_sizes(shape, larger, expected):
 
 
 @torch.inference_mode()
+def test_prompts_are_read_by_graphs_once_their_sizes_are_common(monkeypatch):
+    """Bit for bit as without, several at once, and in chunks."""
+    monkeypatch.setattr(graphs, "PROMPT_TIMES", 2)
+    monkeypatch.setattr(graphs, "RARE_TIMES", 0)
+    model = random_model("llama")
+    capture = CountingCapture()
+    plain, graphed = runner_of(model), runner_of(model, capture)
+    texts = [
+        ([(0, 60)], 0), ([(0, 61)], 0), ([(0, 63)], 1), ([(9, 64)], 1), ([(0, 30), (4, 17)], 1),
+        ([(0, 150)], 1), ([(0, 150)], 1), ([(0, 150)], 2), ([(0, 40)], 2),
+    ]  # fmt: skip
+    for shapes, num_captured in texts:
+        spans = spans_of(shapes)
+        ids = [torch.randint(VOCAB_SIZE, (span.count,)).tolist() for span in spans]
+        for runner in (plain, graphed):
+            runner.prefill(ids, spans)
+        assert same_caches(plain, graphed)
+        assert capture.num_captured == num_captured, shapes
+
+
+@torch.inference_mode()
+def test_a_prompt_that_cannot_be_captured_leaves_other_graphs(monkeypatch):
+    """Even where graphs must be used: those are for decoding."""
+    monkeypatch.setattr(graphs, "PROMPT_TIMES", 0)
+    model = random_model("llama")
+    plain, graphed = runner_of(model), runner_of(model, FailingCapture(), must=True)
+    spans = spans_of([(0, 20)])
+    for _ in range(2):
+        for runner in (plain, graphed):
+            runner.prefill([[*range(20)]], spans)
+        assert same_caches(plain, graphed)
+    graphed.graphs.capture = capture = CountingCapture()
+    for _ in range(2):
+        graphed.prefill([[*range(20)]], spans)
+    assert capture.num_captured == 0
+    spans = spans_of([(9, 1)])
+    graphed.forward(ids_for(spans), spans)
+    assert capture.num_captured == 1
+
+
+@torch.inference_mode()
 def test_few_graphs_of_passes_are_kept(monkeypatch):
     """The least recently used one goes."""
     monkeypatch.setattr(graphs, "MAX_PASSES", 2)
