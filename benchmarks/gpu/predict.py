@@ -174,9 +174,10 @@ def attention(op: str, batch: int, machine: Machine, tokens: int, context: int) 
         launches.append(Launch(name, idle * KV_HEADS, threads, (), 0, 1))
     if is_split:
         rows = batch * tokens * HEADS
-        # A warp for each head; 24 partials are on their way.
-        merged = Phase(HEAD_SIZE * 4 * partials, 24 * HEAD_SIZE * 4, cached=True)
-        launches.append(Launch("merge d128", rows, 32, (merged,), 0, 0, 3))
+        # A warp for each head. Factors wait for peaks, and partials for factors; then 8 partials
+        # are on their way while as many are merged.
+        merged = Phase(HEAD_SIZE * 4 * partials, 8 * HEAD_SIZE * 4, cached=True)
+        launches.append(Launch("merge d128", rows, 32, (merged,), 0, 0, 5))
     floor = batch * (context * 2 * SLOT + tokens * HEADS * HEAD_SIZE * ITEM * 2)
     shape = {"B": batch, "tokens": tokens, "context": context}
     return Case(op, batch, shape, floor, tuple(launches))

@@ -29,8 +29,8 @@ each case names the commit that was measured. These were filled in afterwards, b
 the repository on that machine had no history of its own. The CUDA kernels of row_stats,
 logits_to_probs, sample, sample_coupled and verify_chain exist at those commits only.
 
-These are times of a first run. In [a third one](kernels.md#a-third-run), a token of one sequence
-took 4850 µs, against 5925 here, and with an EAGLE-3 draft 2599."""
+The kernels' times are of a first run, the engine's of [a fourth](kernels.md#a-fourth-run), except
+for Hugging Face's `generate`."""
 MEANING = """\
 Times are medians in microseconds. The columns:
 
@@ -48,8 +48,8 @@ Times are medians in microseconds. The columns:
   marks wall-clock times, launches included."""
 MEANING_OF_ENGINE = """\
 Microseconds per token, while each of B sequences advances by one. Reading prompts is not counted.
-Records before 2026-11-27 do count the draft model's, and the capture of graphs of new sizes
-([what a round takes without both](kernels.md#a-fourth-run)).
+Records of commit 508c8ad98703 and earlier include the draft model's reading of prompts and the
+capture of graphs of new sizes ([times of a round without both](kernels.md#a-fourth-run)).
 **floor**: one read of the target's weights. All weights are random, so draft tokens are accepted by
 the toss of a coin; a pass then yields several tokens."""
 

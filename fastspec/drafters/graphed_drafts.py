@@ -13,6 +13,7 @@ from fastspec.drafters.base import SamplingTensors
 from fastspec.models.graphs import (
     LEAST_WIDTH,
     MOST_TOKENS,
+    RARE_FACTOR,
     RARE_TIMES,
     Run,
     is_near,
@@ -63,7 +64,7 @@ def draw(
 
 @dataclass(eq=False)
 class GraphedDrafts:
-    """The graphs of a draft model's steps, captured when sizes occur again and none are near.
+    """The graphs of a draft model's steps, captured when sizes occur again and no graph is near.
 
     Attributes:
         vocab_size: columns of the logits that are drawn from.
@@ -117,7 +118,7 @@ class GraphedDrafts:
         if key not in self._chains:
             self._occurred[key] += 1
             times = self._occurred[key]
-            # More steps than needed take more time, though less than going pass by pass.
+            # Superfluous steps take time, but less than a capture.
             near = self._near(times <= RARE_TIMES, *key)
             if near is None and times == 1:
                 return None
@@ -148,16 +149,12 @@ class GraphedDrafts:
         keeps_logits: bool,
         *draw_inputs: str,
     ) -> tuple | None:
-        """The key of the smallest graph of near sizes, if there is one.
-
-        Only if the sizes are rare may it have more steps.
-        """
-        found = []
+        """Return the key of the smallest near graph, if any; only rare sizes take more steps."""
+        found, most_steps = [], RARE_FACTOR * num_steps if is_rare else num_steps
         for key, chain in self._chains.items():
             larger, steps, *others = key
             is_like = others == [keeps_logits, *draw_inputs] and is_near(larger, shape, is_rare)
-            has_steps = steps >= num_steps if is_rare else steps == num_steps
-            if chain.replay is not None and is_like and has_steps:
+            if chain.replay is not None and is_like and num_steps <= steps <= most_steps:
                 found.append(key)
         return min(found, key=lambda key: (key[1], key[0].num_tokens, key[0]), default=None)
 

@@ -201,8 +201,8 @@ def verify_synthetic(
         stands &= (token_bitmask[rows, tokens // 32] >> (tokens % 32) & 1) == 1
     accepted = (stands & (uniforms[:, :width] < rate)).int().cumprod(1).sum(1)
 
-    owners = torch.arange(num_requests, device=device)
-    owners = owners.repeat_interleave(counts, output_size=len(target_logits))  # does not wait
+    owners = torch.arange(num_requests, device=device)  # given a size, torch waits for no counts
+    owners = owners.repeat_interleave(counts, output_size=len(target_logits))
     given = {"token_bitmask": token_bitmask, "backend": backend}
     given |= sampling_of_rows(sampling, owners)
     logsumexp, _ = row_stats(target_logits, **given)

@@ -26,10 +26,10 @@ LEAST_WIDTH = 64  # blocks per row of the block table; wider rows cost nothing t
 MAX_PASSES = 128  # graphs kept of a model's passes; the least recently used one is dropped
 CHEAP_TOKENS = 128  # up to these, a few more take little time
 FEW_TOKENS = 16  # up to these, kernels of ours multiply, which are faster than torch's
-# A capture takes as long as ten passes. Sizes get a graph of their own once they have occurred so
-# often, unless no other graph will do: those of the last tokens of a text seldom do.
+# A capture takes as long as ten passes or so. Sizes that have occurred at most this often, such as
+# those of a text's last tokens, take a larger graph if there is one.
 RARE_TIMES = 32
-RARE_FACTOR = 8  # what graphs of rare sizes may have more of
+NEAR_FACTOR, RARE_FACTOR = 2, 8  # how many times as large that graph may be, in every size
 # Passes that only read prompts come in many sizes, and win less by a graph, which they get later.
 PROMPT_TIMES = 8
 logger = logging.getLogger(__name__)
@@ -126,12 +126,14 @@ def padding(asked: PassShape, num_tokens: int, capacity: int, num_nodes: int) ->
 
 
 def is_near(larger: PassShape, shape: PassShape, is_rare: bool = False) -> bool:
-    """Whether padding a pass of these sizes to the larger ones takes little longer, or, if they are
-    rare, not much longer."""
+    """Whether a pass of these sizes may be padded to the larger ones.
+
+    That takes little longer, or for rare sizes not much longer.
+    """
     counts = (shape.num_tokens, larger.num_tokens), (shape.num_rows, larger.num_rows)
     if any(a <= FEW_TOKENS < b or a < b > CHEAP_TOKENS for a, b in counts):
         return False
-    factor = RARE_FACTOR if is_rare else 2
+    factor = RARE_FACTOR if is_rare else NEAR_FACTOR
     return all(a <= b <= factor * a for a, b in zip(shape, larger, strict=True))
 
 

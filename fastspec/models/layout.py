@@ -69,6 +69,8 @@ class EncoderInput:
 class Span(NamedTuple):
     """Tokens [start, start + count) of one sequence, whose earlier tokens are in the cache.
 
+    A tuple, because the layout of drafts makes one per sequence and step.
+
     Attributes:
         encoder_input: input of the encoder of an encoder-decoder.
         target_len: leading tokens that the target has cached as well, which a GLIDE draft attends

@@ -94,7 +94,7 @@ def load_model(
     # may refuse to move.
     devices = {parameter.device for parameter in model.parameters()}
     if devices != {torch.empty(0, device=device).device}:
-        move_side_by_side(model, device)
+        move_side_by_side(model, device)  # first: `to` gives each weight memory of its own
         model.to(device)
     use_huge_pages(model, beside)
     return model

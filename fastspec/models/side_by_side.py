@@ -14,7 +14,8 @@ _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def move_side_by_side(model: PreTrainedModel, device: torch.device) -> None:
-    """Move projections of the same rows, and their biases, from the CPU to a device.
+    """Move weights that multiply the same rows from the CPU to a device, next to each other; biases
+    likewise.
 
     Weights that are on another device, as those shared with another model may be, stay there.
     """
@@ -24,21 +25,22 @@ def move_side_by_side(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def groups_of(model: PreTrainedModel) -> Iterator[list[nn.Parameter]]:
-    """Yield the weights, and the biases, of plain projections of the same rows."""
+    """Yield the weights, then the biases, of each set of plain projections of the same rows."""
     for module in model.modules():
         for names in _TOGETHER:
             parts: list[Any] = [getattr(module, name, None) for name in names]
             if not all(is_plain_linear(part) for part in parts):
                 continue
             for group in [part.weight for part in parts], [part.bias for part in parts]:
-                kinds = {each is not None and (each.dtype, each.shape[1:]) for each in group}
-                if len(kinds) == 1 and False not in kinds:
+                if any(each is None for each in group):
+                    continue
+                if len({(each.dtype, each.shape[1:]) for each in group}) == 1:
                     yield group
 
 
 @torch.no_grad()
 def join(parameters: list[nn.Parameter], device: torch.device) -> None:
-    """Let parameters share one allocation on the device, in order."""
+    """Move parameters into one allocation on the device, in this order."""
     sizes, first = [*map(len, parameters)], parameters[0]
     joined = torch.empty((sum(sizes), *first.shape[1:]), dtype=first.dtype, device=device)
     for parameter, part in zip(parameters, joined.split(sizes), strict=True):

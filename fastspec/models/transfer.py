@@ -15,16 +15,6 @@ from torch import Tensor
 _INTEGERS = {torch.int64: np.int64, torch.int32: np.int32}
 
 
-def host_tensor(values: Sequence | np.ndarray, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Make a tensor on the host, page-locked if it is bound for a GPU, as only such copies are
-    asynchronous."""
-    if dtype in _INTEGERS:  # numpy reads long lists three times as fast as torch
-        tensor = torch.from_numpy(np.array(values, dtype=_INTEGERS[dtype]))
-    else:
-        tensor = torch.tensor(values, dtype=dtype)
-    return tensor.pin_memory() if device.type == "cuda" else tensor
-
-
 def device_tensor(
     values: Sequence | np.ndarray, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
@@ -32,7 +22,21 @@ def device_tensor(
 
     torch's allocator does not reuse the host memory before the copy is done.
     """
-    return host_tensor(values, dtype, device).to(device, non_blocking=True)
+    if dtype in _INTEGERS:  # numpy converts lists several times as fast as torch
+        tensor = torch.from_numpy(np.array(values, dtype=_INTEGERS[dtype]))
+    else:
+        tensor = torch.tensor(values, dtype=dtype)
+    if device.type == "cpu":
+        return tensor
+    tensor = tensor.pin_memory() if device.type == "cuda" else tensor
+    return tensor.to(device, non_blocking=True)
+
+
+def host_tensor(values: Sequence | np.ndarray, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Make a tensor on the host, page-locked if it is bound for a GPU, as only such copies are
+    asynchronous."""
+    tensor = device_tensor(values, dtype, torch.device("cpu"))
+    return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 def padded_tensor(rows: Sequence[Sequence[int]], width: int, device: torch.device) -> Tensor:

@@ -98,7 +98,9 @@ def decoder_layers(
     the inputs of products with bfloat16 weights; those of packed weights are quantized as in
     `quantized_linear`. A row's bits do not depend on the other rows. "triton" rounds the outputs of
     products to the dtype of the weights, and leaves products of more than 16 rows, and those in
-    float32, to torch, whose bits may depend on the number of rows. No host synchronisation.
+    float32, to torch, whose bits may depend on the number of rows. Torch multiplies by query, key
+    and value weights at once, and by gate and up weights, if these lie next to each other in one
+    allocation, in this order. No host synchronisation.
     """
     _first_of("layers", layers, LayerWeights)
     cache: Tensor = _first_of("key_caches", key_caches, Tensor)

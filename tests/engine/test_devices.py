@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from fastspec import Engine, EngineConfig
+from fastspec.models import loading
 from fastspec.models.loading import load_model
 
 from ..models import random_model
@@ -29,10 +30,11 @@ def test_a_draft_that_shares_what_is_there_moves(tmp_path, monkeypatch):
     """Its first weight is the target's, so it says that it is where the target is."""
     (tmp_path / "config.json").write_text("{}")
     draft, moved = random_model("llama"), []
+    monkeypatch.setattr(loading, "move_side_by_side", lambda _, device: moved.append(device))
     draft.lm_head = nn.Linear(1, 1, device="meta")
     monkeypatch.setattr(draft, "to", moved.append)
     config = EngineConfig(device="cpu")
-    for expected in ([torch.device("cpu")], []):
+    for expected in ([torch.device("cpu")] * 2, []):
         moved.clear()
         assert load_model("drafter", tmp_path, config, lambda *args, **options: draft) is draft
         assert moved == expected

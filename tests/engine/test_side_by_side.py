@@ -45,7 +45,7 @@ def test_other_projections_stay():
     model: Any = random_model("llama")
     first, second, third, *_ = (layer.self_attn for layer in model.model.layers)
     first.k_proj = nn.Sequential(first.k_proj)
-    second.q_proj.weight.data = second.q_proj.weight.data.double()
+    second.q_proj.half()
     third.v_proj.bias = nn.Parameter(torch.zeros(len(third.v_proj.weight)))
     places = [weight.data_ptr() for each in (first, second) for weight in each.parameters()]
     move_side_by_side(model, CPU)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
+from fastspec.models import graphs
 from fastspec.models.layout import Span
 from fastspec.models.paged_model import PagedModel
 from fastspec.models.runner import ModelRunner
@@ -20,6 +21,13 @@ PARAMS = [
     SamplingParams(seed=5, max_tokens=13),
 ]
 PROMPTS = [[5, 6, 7], [8] * 20, [40, 41]]
+
+
+@pytest.fixture(autouse=True)
+def _own_graphs(monkeypatch):
+    """Every size, and prompts, have graphs of their own when they first occur."""
+    monkeypatch.setattr(graphs, "RARE_TIMES", 0)
+    monkeypatch.setattr(graphs, "PROMPT_TIMES", 0)
 
 
 def spans_of(shapes):

@@ -203,9 +203,9 @@ def test_room_for_partials():
 
 @pytest.mark.parametrize(("length", "window"), [(4700, 0), (6100, 4400), (16500, 0)])
 def test_bits_do_not_depend_on_the_number_of_splits(monkeypatch, length, window):
-    """Whole, split at the ends of runs among two or three programs, and at those of chunks; more
-    runs than are merged at once."""
-    monkeypatch.setattr(attention_kernels, "WEIGHED", tl.constexpr(8))  # several blocks of partials
+    """Whole, split at the ends of runs among two or three programs, and at those of chunks; also
+    more runs than one block of factors holds."""
+    monkeypatch.setattr(attention_kernels, "AT_ONCE", tl.constexpr(8))
     case = paged([length], [2], num_kv_heads=1, group=1, block_size=64)
     found = []
     for programs in (1, 2, 3, 64):

@@ -96,30 +96,49 @@ def test_many_rows_and_float32_go_to_torch():
 
 @pytest.mark.parametrize("num_biases", [0, 1, 2])
 def test_matrices_side_by_side_are_one_product(monkeypatch, num_biases):
-    """Biases, too, unless they are elsewhere or only some have one."""
+    """Unless only some of them have a bias."""
     rows = random(17, 48, dtype=torch.bfloat16)
     both, bias = random(49, 48, dtype=torch.bfloat16), random(49, dtype=torch.bfloat16)
-    weights, biases = both.split([33, 16]), bias.split([33, 16])
     given = [None, None]
-    given[:num_biases] = biases[:num_biases]
-    num_products, product = 0, products.F.linear
+    given[:num_biases] = bias.split([33, 16])[:num_biases]
+    check_products(monkeypatch, rows, both.split([33, 16]), given, 2 if num_biases == 1 else 1)
 
-    def counted(*args):
-        nonlocal num_products
-        num_products += 1
-        return product(*args)
 
-    monkeypatch.setattr(products.F, "linear", counted)
-    outs = products.linear(rows, weights, tuple(given))
-    assert num_products == (2 if num_biases == 1 else 1)
-    for out, weight, own in zip(outs, weights, given, strict=True):
+def check_products(monkeypatch, rows, weights, biases, num_products):
+    calls, product = [], products.F.linear
+    monkeypatch.setattr(products.F, "linear", lambda *args: calls.append(1) or product(*args))
+    outs = products.linear(rows, tuple(weights), tuple(biases))
+    assert len(calls) == num_products
+    for out, weight, own in zip(outs, weights, biases, strict=True):
         exact = rows.double() @ weight.double().T + (0 if own is None else own.double())
         close(out, exact, torch.bfloat16)
-    products.linear(rows, weights, (biases[0], biases[1].clone()))
-    products.linear(rows, (weights[1], weights[0]), (None, None))
-    products.linear(rows, (weights[0], weights[1].clone()), (None, None))
-    products.linear(rows[:, :24], both[:, :24].split([33, 16]), (None, None))
-    assert num_products == (2 if num_biases == 1 else 1) + 8
+
+
+@pytest.mark.parametrize("where", ["bias elsewhere", "other order", "elsewhere", "transposed"])
+def test_matrices_that_do_not_follow_each_other_are_several_products(monkeypatch, where):
+    rows = random(17, 48, dtype=torch.bfloat16)
+    first, second = random(96, 48, dtype=torch.bfloat16).split(48)
+    biases = [None, None]
+    if where == "bias elsewhere":
+        biases = [random(48, dtype=torch.bfloat16, seed=seed) for seed in (1, 2)]
+    elif where == "other order":
+        first, second = second, first
+    elif where == "elsewhere":
+        second = second.clone()
+    else:
+        first, second = random(2, 48, 48, dtype=torch.bfloat16).transpose(1, 2).unbind()
+    check_products(monkeypatch, rows, (first, second), biases, 2)
+
+
+def test_only_matrices_of_a_kind_are_one():
+    """Others may follow each other, too."""
+    both = random(96, 48, dtype=torch.bfloat16)
+    first, second = both.split(48)
+    joined = products._joined((first, second))
+    assert joined is not None
+    assert torch.equal(joined, both)
+    assert products._joined((first, second.view(torch.float16))) is None
+    assert products._joined((first, second.view(24, 96))) is None
 
 
 @pytest.mark.parametrize("is_joined", [False, True])
@@ -130,4 +149,4 @@ def test_gated_products_of_many_rows(is_joined):
     out = products.gated(rows, gate, up, "silu")
     assert out.stride() == ((66, 1) if is_joined else (33, 1))
     exact = silu(rows.double() @ gate.double().T) * (rows.double() @ up.double().T)
-    assert (out.double() - exact).norm() <= 8e-3 * exact.norm()  # gate and up are rounded first
+    assert (out.double() - exact).norm() <= 5e-3 * exact.norm()  # gate and up are rounded first

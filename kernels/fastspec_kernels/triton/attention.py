@@ -24,10 +24,10 @@ _DOT_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloa
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """Compile-time options of an attention kernel; every field is wrapped for triton.
+    """Compile-time options of an attention kernel, each wrapped for triton.
 
-    Each launch looks its kernel up by it: `variant_of` returns one object for equal fields, since
-    comparing objects takes longer than the rest of a launch.
+    Triton looks up the compiled kernel by this object at each launch. Comparing fields took longer
+    than the rest of a launch, so variants compare by identity; get them from `variant_of`.
     """
 
     mask: str  # "chain", "tree" or "cross"
@@ -58,9 +58,9 @@ class Variant:
 
 
 @cache
-def variant_of(**fields) -> Variant:
-    """Return the variant with these fields."""
-    return Variant(**fields)
+def variant_of(**choices) -> Variant:
+    """Return the one variant with these fields."""
+    return Variant(**choices)
 
 
 @dataclass(frozen=True)

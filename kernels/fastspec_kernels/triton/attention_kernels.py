@@ -20,9 +20,9 @@ from fastspec_kernels.triton.attention_softmax import (
 )
 from fastspec_kernels.triton.cache_kernels import round_to
 
-PARTS = tl.constexpr(8)  # loaded together; a run has no more: RUN // FEW_CHUNK
-WEIGHED = tl.constexpr(32)  # partials whose weights are found together: a multiple of PARTS
-STATS = tl.constexpr(4)  # peak, total and, for the merge, two weights
+PARTS = tl.constexpr(RUN.value // FEW_CHUNK.value)  # partials loaded together: of a run, at most
+AT_ONCE = tl.constexpr(32)  # partials whose factors are found together: a multiple of PARTS
+STATS = tl.constexpr(4)  # peak, total, and the merge's factors of what precedes and of the partial
 
 # The keys of a row are accumulated in a fixed tree: blocks of keys in order within a chunk, chunks
 # in order within a run, and then the runs. If several programs share a sequence, each writes the
@@ -154,9 +154,7 @@ def attention_kernel(
                 sees = visible_keys(tree, limits, context, num_tokens, number, sliding_window, 1, V)
                 spoilt = stored & sees & is_wild(paged, key, V)
                 if V.split & (base >= 0):
-                    num_partials = _load_again(
-                        (shares + b * 3 + 1).to(tl.pointer_type(tl.int32)), V
-                    )
+                    num_partials = _partials_per_row(shares, b, V)
                     entry = _entry(token, head, number // unit, num_partials, V)
                     place_of = (base + entry).to(tl.int64)[:, None] * V.head_size
                     tl.store(partial + place_of + d, nan, mask=spoilt)
@@ -197,7 +195,7 @@ def _fold(state, run, whole, number, stop, store, V: tl.constexpr):
 def _store_partial(state, last_key, store, V: tl.constexpr):
     """Write a part of a shared sequence."""
     partial, partial_stats, shares, unit, base, tile, cu_rows, b = store
-    length = _load_again((shares + b * 3 + 1).to(tl.pointer_type(tl.int32)), V)
+    length = _partials_per_row(shares, b, V)
     d = tl.arange(0, V.block_d)[None, :]
     token, head, inside, _ = _packed_rows(cu_rows, b, tile, True, V)
     entry = _entry(token, head, last_key // unit, length, V)
@@ -254,17 +252,17 @@ def _packed_rows(cu_rows, b, tile, AGAIN: tl.constexpr, V: tl.constexpr):
     else:
         first_token, end = tl.load(cu_rows + b), tl.load(cu_rows + b + 1)
     num_rows = (end - first_token) * V.group
-    row = tl.minimum(tile, num_rows) * V.block_m + tl.arange(0, V.block_m)  # recomputed from tile
+    row = tl.minimum(tile, num_rows) * V.block_m + tl.arange(0, V.block_m)
     token, head = row // V.group, tl.program_id(1) * V.group + row % V.group
     return token, head, row < num_rows, (first_token + token).to(tl.int64)
 
 
 @triton.jit
 def _load_again(pointer, V: tl.constexpr):
-    """Load an integer of 32 bits that no register is to hold meanwhile.
+    """Load a 32-bit integer again, so that no register holds it in between.
 
-    The compiler may neither move this load nor drop it, and a cache close by answers, which does
-    not serve volatile loads.
+    The compiler may neither move nor drop this load. Unlike a volatile load, it may be answered by
+    the L1.
     """
     if V.interpreted:
         return tl.load(pointer)
@@ -276,6 +274,12 @@ def _load_again(pointer, V: tl.constexpr):
         is_pure=False,
         pack=1,
     )
+
+
+@triton.jit
+def _partials_per_row(shares, b, V: tl.constexpr):
+    """Partials per row of a shared sequence: the low half of an int64."""
+    return _load_again((shares + b * 3 + 1).to(tl.pointer_type(tl.int32)), V)
 
 
 @triton.jit
@@ -316,7 +320,7 @@ def merge_kernel(
 ):
     """Program (token, head): merge the partials of the keys that the token may see, in order.
 
-    Only of shared sequences. One warp, which needs no barriers.
+    Only for shared sequences. One warp, for which a barrier costs next to nothing.
     """
     token = tl.program_id(0)
     b = tl.full([], 0, tl.int32)
@@ -338,20 +342,20 @@ def merge_kernel(
         return
     first, end = low // unit, (end + unit - 1) // unit
 
-    row = base + _entry(number, tl.program_id(1), 0, length, V)
-    stats = partial_stats + row * STATS
-    _weigh(stats, first, end, unit, length, V)
+    own = base + _entry(number, tl.program_id(1), 0, length, V)
+    stats = partial_stats + own * STATS
+    _store_factors(stats, first, end, unit, length, V)
     tl.debug_barrier()  # each thread loads what others stored
     d = tl.arange(0, V.block_d)
-    partial += row * V.head_size + d
-    parts = RUN // unit if unit < RUN else PARTS  # taken together: a run, or several
+    partial += own * V.head_size + d
+    per_group = RUN // unit if unit < RUN else PARTS  # the chunks of a run, or several runs
     whole = _empty_state(1, V)
     peak, total = tl.full([], float("-inf"), tl.float32), tl.full([], 0.0, tl.float32)
     mixed = tl.full([V.block_d], 0.0, tl.float32)
-    for number in tl.range(first // parts, (end + parts - 1) // parts, num_stages=2):
+    for group in tl.range(first // per_group, (end + per_group - 1) // per_group, num_stages=2):
         for part in tl.static_range(PARTS):
-            index = number * parts + part
-            there = (part < parts) & (index >= first) & (index < end)
+            index = group * per_group + part
+            there = (part < per_group) & (index >= first) & (index < end)
             place = _in_row(index, length, V)
             part_peak = tl.load(stats + place * STATS, mask=there, other=-float("inf"))
             part_total = tl.load(stats + place * STATS + 1, mask=there, other=0.0)
@@ -379,15 +383,15 @@ def _state_of_row(peak, total, mixed):
 
 
 @triton.jit
-def _weigh(stats, first, end, unit, length, V: tl.constexpr):
-    """Store the factors by which `merge` multiplies each partial, and what was merged before it.
+def _store_factors(stats, first, end, unit, length, V: tl.constexpr):
+    """Store the factors that `merge` would multiply each partial by, and what precedes it.
 
-    That is what its run has before it, or all before it if partials are runs. Found for many
-    partials side by side: one after another, they would take most of the time.
+    What precedes is the earlier part of its run or, if partials are runs, all earlier runs. One
+    partial after another would take most of the merge's time.
     """
-    peak_of_blocks = float("-inf")
-    for several in range(first // WEIGHED * WEIGHED, end, WEIGHED):
-        index = several + tl.arange(0, WEIGHED)
+    peak_of_earlier = tl.full([], float("-inf"), tl.float32)
+    for several in range(first // AT_ONCE * AT_ONCE, end, AT_ONCE):
+        index = several + tl.arange(0, AT_ONCE)
         own = stats + _in_row(index, length, V) * STATS
         there = (index >= first) & (index < end)
         peak = tl.load(own, mask=there, other=-float("inf"))
@@ -395,18 +399,17 @@ def _weigh(stats, first, end, unit, length, V: tl.constexpr):
         last = stats + _in_row(tl.maximum(index - 1, 0), length, V) * STATS
         last_peak = tl.load(last, mask=there & (begins == 0), other=-float("inf"))
         peak_before, _ = tl.associative_scan((last_peak, begins.to(tl.int32)), 0, _peak_of_both)
-        peak_before = tl.maximum(peak_before, peak_of_blocks)
+        peak_before = tl.maximum(peak_before, peak_of_earlier)
         new_peak = tl.maximum(peak_before, peak)
         base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
         tl.store(own + 2, tl.exp2(peak_before - base), mask=there)
         tl.store(own + 3, tl.exp2(peak - base), mask=there)
-        if unit == RUN:  # else no run is in two blocks
-            peak_of_blocks = tl.maximum(peak_of_blocks, tl.max(peak, 0))
+        if unit == RUN:  # chunks: no run spans two blocks
+            peak_of_earlier = tl.maximum(peak_of_earlier, tl.max(peak, 0))
 
 
 @triton.jit
 def _peak_of_both(peak, begins, later_peak, later_begins):
-    """Join two parts of a scan that begins anew at some places."""
-    return tl.where(
-        later_begins != 0, later_peak, tl.maximum(peak, later_peak)
-    ), begins | later_begins
+    """Combine two stretches of a running maximum that restarts where `begins` is set."""
+    both = tl.where(later_begins != 0, later_peak, tl.maximum(peak, later_peak))
+    return both, begins | later_begins

@@ -36,10 +36,9 @@ def decoder_layers(
 ) -> Tensor:
     """Run 4 products and 4 other launches per layer, and 1 launch at the end.
 
-    Torch's products, of more than 16 rows or in float32, need 1 more launch, and are 7 unless the
-    weights that multiply the same rows lie next to each other. 1 more launch if
-    contexts are split, 1 more if sequences may have few or many rows, and 2 more for each head that
-    keeps the layer's input.
+    With torch's products (more than 16 rows, or float32) there is 1 more launch, and there are 7
+    products unless weights of the same rows lie next to each other. Split contexts need 1 more
+    launch, sequences with few or many rows 1 more, and each head that keeps the layer's input 2.
     """
     pages = block_table, context_lens, cu_rows
     norms = float(eps), float(norm_shift)
@@ -105,7 +104,7 @@ def _add_and_norm(
 
 
 def _turn_and_store(
-    query: Tensor,  # [T, H * D], perhaps a part of longer rows, as key and value
+    query: Tensor,  # [T, H * D]; rows may be parts of longer ones, also those of key and value
     key: Tensor,  # [T, G * D]
     value: Tensor,
     weights: LayerWeights,

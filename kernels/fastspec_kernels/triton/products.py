@@ -22,8 +22,8 @@ def linear(
 ) -> list[Tensor]:
     """Multiply rows [T, K] by each of the matrices [N_i, K].
 
-    In one launch if rows are few, or else if matrices and biases lie side by side; the results
-    [T, N_i] are then parts of longer rows.
+    Few rows take one launch of our kernel. Many take one product of torch if the matrices lie next
+    to each other, and so do the biases; its results [T, N_i] are column ranges of one tensor.
     """
     present = tuple(bias for bias in biases if bias is not None)
     if len(present) not in (0, len(weights)):  # one product has biases for all matrices or for none
@@ -72,14 +72,14 @@ def gated(rows: Tensor, gate_weight: Tensor, up_weight: Tensor, activation: str)
 
 
 def _joined(parts: tuple[Tensor, ...]) -> Tensor | None:
-    """Return contiguous tensors of one allocation that follow each other as one; else None."""
+    """View contiguous tensors as one, or return None if they do not follow each other in memory."""
     if len(parts) < 2:
         return parts[0] if parts else None
     first, place = parts[0], parts[0].data_ptr()
-    start = first.untyped_storage().data_ptr()
+    storage = first.untyped_storage().data_ptr()
     for part in parts:
         is_like = part.dtype == first.dtype and part.shape[1:] == first.shape[1:]
-        is_next = part.data_ptr() == place and part.untyped_storage().data_ptr() == start
+        is_next = part.data_ptr() == place and part.untyped_storage().data_ptr() == storage
         if not (is_like and is_next and part.is_contiguous()):
             return None
         place += part.nbytes
