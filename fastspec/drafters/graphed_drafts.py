@@ -127,7 +127,8 @@ class GraphedDrafts:
             chain = StaticChain(self, shape, num_steps, keeps_logits, draw_inputs)
         self._chains[key] = chain
         if len(self._chains) > MAX_CHAINS:
-            del self._chains[next(iter(self._chains))]
+            oldest = next(iter(self._chains))
+            del self._chains[oldest], self._occurred[oldest]
         chain.fill(input_ids, filled, counts, draw_inputs)
         if chain.replay is None:
             chain.replay = graphs.captured(chain.run)

@@ -198,7 +198,8 @@ class GraphedForward:
             static = StaticPass(self, shape, num_nodes, view_buffers)
         self._passes[shape, num_nodes] = static
         if len(self._passes) > MAX_PASSES:
-            del self._passes[next(iter(self._passes))]
+            oldest = next(iter(self._passes))
+            del self._passes[oldest], self._occurred[oldest]
         layout = lay_out(spans, rows, self.block_size, shape, most_tokens)
         static.fill(input_ids, *layout, tree, [span.count for span in spans], values)
         if static.replay is None and is_prompt:

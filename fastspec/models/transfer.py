@@ -23,7 +23,7 @@ def device_tensor(
     torch's allocator does not reuse the host memory before the copy is done.
     """
     if dtype in _INTEGERS:  # numpy converts lists several times as fast as torch
-        tensor = torch.from_numpy(np.array(values, dtype=_INTEGERS[dtype]))
+        tensor = torch.from_numpy(np.array(values, dtype=_INTEGERS[dtype], order="C"))
     else:
         tensor = torch.tensor(values, dtype=dtype)
     if device.type == "cpu":

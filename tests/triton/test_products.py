@@ -137,6 +137,8 @@ def test_only_matrices_of_a_kind_are_one():
     joined = products._joined((first, second))
     assert joined is not None
     assert torch.equal(joined, both)
+    one_row = both.as_strided((1, 48), (7, 1))
+    assert torch.equal(products._joined((one_row, both[1:])), both)
     assert products._joined((first, second.view(torch.float16))) is None
     assert products._joined((first, second.view(24, 96))) is None
 

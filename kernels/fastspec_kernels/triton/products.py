@@ -83,7 +83,8 @@ def _joined(parts: tuple[Tensor, ...]) -> Tensor | None:
         if not (is_like and is_next and part.is_contiguous()):
             return None
         place += part.nbytes
-    return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())
+    strides = (first.shape[-1], 1)[-first.dim() :]  # a tensor of one row may state another
+    return first.as_strided((sum(map(len, parts)), *first.shape[1:]), strides)
 
 
 def _takes_kernel(rows: Tensor) -> bool:
