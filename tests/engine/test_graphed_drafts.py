@@ -23,7 +23,14 @@ from ..models import VOCAB_SIZE, perturbed, random_model
 from .eagle1_models import write_folder as write_eagle1
 from .eagle3_models import write_folder as write_eagle3
 from .glide_models import random_glide
-from .probes import CountingCapture, count_preemptions, draft_model_of, request_of, use_graphs
+from .probes import (
+    CountingCapture,
+    count_preemptions,
+    draft_model_of,
+    request_of,
+    runners_of,
+    use_graphs,
+)
 from .test_graphs import BLOCK_SIZE, NUM_BLOCKS, FailingCapture, runner_of, same_caches
 from .waiting import NoWaiting
 
@@ -147,6 +154,7 @@ def test_passes_that_read_their_target_with_graphs(
 ):
     """One by one, as for trees and drafts that may end early; prompts and trees of all sizes."""
     monkeypatch.setattr(graphs, "RARE_TIMES", 0)  # more sizes have graphs of their own
+    monkeypatch.setattr(graphs, "PROMPT_TIMES", 0)
     target = random_model("llama", num_hidden_layers=6)
     drafter, spec = draft_of(method, target, tmp_path)
     fields = {"tree_nodes": 9, "tree_width": 2} if is_tree else {"confidence_threshold": 1e-4}
@@ -159,7 +167,8 @@ def test_passes_that_read_their_target_with_graphs(
     def run(capture):
         engine = Engine(target, drafter, spec=spec, config=EngineConfig(block_size=4))
         if capture is not None:
-            use_graphs(draft_model_of(engine).runner, capture)
+            for runner in runners_of(engine):
+                use_graphs(runner, capture)
         outputs = engine.generate(prompts, params)
         return [(output.token_ids, output.stats.num_steps) for output in outputs]
 
