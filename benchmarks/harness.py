@@ -61,6 +61,8 @@ def record_of(fields: dict, timings: dict[str, Timing], device_type: str = "cpu"
         for name, timing in timings.items()
         if name != "ours"
     }
+    # On a GPU the arguments say where results go, on a machine that will be gone.
+    argv = {} if device_type == "cuda" else {"argv": sys.argv[1:]}
     others = {f"{name}_us": timing.median_us for name, timing in timings.items() if name != "ours"}
     return {
         **fields,
@@ -71,7 +73,7 @@ def record_of(fields: dict, timings: dict[str, Timing], device_type: str = "cpu"
         **describe_environment(),
         **describe_device(device_type),
         "load": round(os.getloadavg()[0], 1),  # above the number of cores, timings are noise
-        "argv": sys.argv[1:],
+        **argv,
     }
 
 
