@@ -392,7 +392,13 @@ MUTATIONS = [
         "tests/engine/test_graphs.py",
         ("a <= b <= factor * a for", "b <= factor * a for"),
         ("RARE_FACTOR if is_rare else NEAR_FACTOR", "NEAR_FACTOR"),
-        ("num_nodes] <= RARE_TIMES", "num_nodes] < RARE_TIMES"),
+        ("times <= RARE_TIMES", "times < RARE_TIMES"),
+        ("if len(self) > most:", "if False:"),
+        ("del self[oldest], self._occurred[oldest]", "del self[oldest]"),
+        (
+            "            if is_prompt:\n                logger",
+            "            if False:\n                logger",
+        ),
         (
             "if near is None and is_prompt and (is_early or not",
             "if near is None and (is_early or not",
@@ -435,7 +441,6 @@ MUTATIONS = [
             "set_draft_view(following, per_token, per_sequence[:num_rows], False)",
             "set_draft_view(following, per_token, per_sequence[:num_rows], True)",
         ),
-        ("if len(self._chains) > MAX_CHAINS:", "if False:"),
         ("ids = picked.clamp(min=0).long()", "ids = picked.clamp(min=1).long()"),
         ("wide += padded(per_token, shape.num_tokens)", "wide += padded([], shape.num_tokens)"),
         ("narrow += padded(per_sequence, shape.batch)", "narrow += padded([], shape.batch)"),

@@ -1,8 +1,8 @@
 """All decoding steps of a draft as one CUDA graph: the host launches it and is free."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple, cast
 
@@ -15,6 +15,7 @@ from fastspec.models.graphs import (
     MOST_TOKENS,
     RARE_FACTOR,
     RARE_TIMES,
+    RecentGraphs,
     Run,
     is_near,
     power_of_2,
@@ -73,8 +74,7 @@ class GraphedDrafts:
     runner: ModelRunner
     vocabulary: DraftVocabulary
     vocab_size: int
-    _chains: "dict[tuple, StaticChain]" = field(default_factory=dict, init=False)
-    _occurred: Counter[tuple] = field(default_factory=Counter, init=False)
+    _chains: "RecentGraphs[tuple, StaticChain]" = field(default_factory=RecentGraphs, init=False)
 
     def write(
         self,
@@ -116,19 +116,14 @@ class GraphedDrafts:
         draw_inputs = {name: cast(Tensor, x) for name, x in options.items() if x is not None}
         key = shape, num_steps, keeps_logits, *draw_inputs
         if key not in self._chains:
-            self._occurred[key] += 1
-            times = self._occurred[key]
+            times = self._chains.occur(key)
             # Superfluous steps take time, but less than a capture.
             near = self._near(times <= RARE_TIMES, *key)
             if near is None and times == 1:
                 return None
             key = near or key
-        if (chain := self._chains.pop(key, None)) is None:
-            chain = StaticChain(self, shape, num_steps, keeps_logits, draw_inputs)
-        self._chains[key] = chain
-        if len(self._chains) > MAX_CHAINS:
-            oldest = next(iter(self._chains))
-            del self._chains[oldest], self._occurred[oldest]
+        make = partial(StaticChain, self, shape, num_steps, keeps_logits, draw_inputs)
+        chain = self._chains.use(key, make, MAX_CHAINS)
         chain.fill(input_ids, filled, counts, draw_inputs)
         if chain.replay is None:
             chain.replay = graphs.captured(chain.run)

@@ -4,7 +4,8 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,6 +40,8 @@ Capture = Callable[[Run], Run]  # records a function that works on static buffer
 # Lets a captured pass read buffers besides tokens and pages, and returns them.
 ViewBuffers = Callable[[PagedStep], tuple[Tensor, ...]]
 Tree = tuple[Tensor, Tensor]  # depths [B, N], ancestor_mask [B, N, words]
+Sizes = TypeVar("Sizes")
+Static = TypeVar("Static")  # the buffers of a graph
 
 
 class CudaCapture:
@@ -142,6 +145,29 @@ def power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
+class RecentGraphs(dict[Sizes, Static]):
+    """Graphs by their sizes, the least recently used first."""
+
+    def __init__(self):
+        super().__init__()
+        self._occurred: Counter[Sizes] = Counter()
+
+    def occur(self, sizes: Sizes) -> int:
+        """Count sizes without a graph; return how often they have occurred."""
+        self._occurred[sizes] += 1
+        return self._occurred[sizes]
+
+    def use(self, sizes: Sizes, make: Callable[[], Static], most: int) -> Static:
+        """Return the graph of these sizes, or make it; keep the `most` that were used last."""
+        if (static := self.pop(sizes, None)) is None:
+            static = make()
+        self[sizes] = static
+        if len(self) > most:
+            oldest = next(iter(self))
+            del self[oldest], self._occurred[oldest]
+        return static
+
+
 @dataclass(eq=False)
 class GraphedForward:
     """One model's short passes, captured when sizes occur and no captured ones are near.
@@ -158,8 +184,9 @@ class GraphedForward:
     must: bool
     inputs: KeptInputs | None = field(default=None, init=False)
     _captures_prompts: bool = field(default=True, init=False)
-    _passes: "dict[tuple[PassShape, int], StaticPass]" = field(default_factory=dict, init=False)
-    _occurred: Counter[tuple[PassShape, int]] = field(default_factory=Counter, init=False)
+    _passes: "RecentGraphs[tuple[PassShape, int], StaticPass]" = field(
+        default_factory=RecentGraphs, init=False
+    )
 
     def forward(
         self,
@@ -185,38 +212,31 @@ class GraphedForward:
         if self.capture is None or sizes is None:
             return None
         if (key := (sizes[0], num_nodes)) not in self._passes:
-            self._occurred[key] += 1
-            near = self._near(asked, *key)
-            is_early = self._occurred[key] <= PROMPT_TIMES
+            times = self._passes.occur(key)
+            near = self._near(times <= RARE_TIMES, asked, *key)
+            is_early = times <= PROMPT_TIMES
             if near is None and is_prompt and (is_early or not self._captures_prompts):
                 return None
             sizes = near or sizes
         if (values := view_values()) is None:
             return None
         shape, most_tokens = sizes
-        if (static := self._passes.pop((shape, num_nodes), None)) is None:
-            static = StaticPass(self, shape, num_nodes, view_buffers)
-        self._passes[shape, num_nodes] = static
-        if len(self._passes) > MAX_PASSES:
-            oldest = next(iter(self._passes))
-            del self._passes[oldest], self._occurred[oldest]
+        make = partial(StaticPass, self, shape, num_nodes, view_buffers)
+        static = self._passes.use((shape, num_nodes), make, MAX_PASSES)
         layout = lay_out(spans, rows, self.block_size, shape, most_tokens)
         static.fill(input_ids, *layout, tree, [span.count for span in spans], values)
-        if static.replay is None and is_prompt:
-            static.replay = self._captured_prompt(static.run)
-        elif static.replay is None:
-            static.replay = self.captured(static.run)
+        if static.replay is None:
+            static.replay = self.captured(static.run, is_prompt)
         if static.replay is None:
             self._passes.pop((shape, num_nodes), None)
             return None
         return static.replay()[: asked.num_rows or asked.num_tokens].clone()
 
     def _near(
-        self, asked: PassShape, rounded: PassShape, num_nodes: int
+        self, is_rare: bool, asked: PassShape, rounded: PassShape, num_nodes: int
     ) -> tuple[PassShape, int] | None:
         """The smallest near sizes of which there is a graph, in the form that `bucket` returns."""
         found, shape = [], rounded._replace(num_tokens=asked.num_tokens)
-        is_rare = self._occurred[rounded, num_nodes] <= RARE_TIMES
         for (larger, nodes), static in self._passes.items():
             if nodes == num_nodes and static.replay is not None and is_near(larger, shape, is_rare):
                 capacity = larger.width * self.block_size
@@ -225,22 +245,13 @@ class GraphedForward:
                     found.append((larger, most_tokens))
         return min(found, key=lambda sizes: (sizes[0].num_tokens, sizes), default=None)
 
-    def _captured_prompt(self, run: Run) -> Run | None:
-        """Capture a pass that reads prompts; if that fails, others may still be captured."""
-        assert self.capture is not None
-        try:
-            return self.capture(run)
-        except RuntimeError as error:
-            name = self.paged_model.name
-            logger.debug("prompts of %s are read without CUDA graphs: %s", name, error)
-            self._captures_prompts = False
-            return None
-
-    def captured(self, run: Run) -> Run | None:
+    def captured(self, run: Run, is_prompt: bool = False) -> Run | None:
         """Capture a function of static buffers; None, from now on, if the model does not allow it.
 
+        If a pass that reads a prompt fails, other passes may still be captured.
+
         Raises:
-            ValueError: the model cannot be captured, but must be.
+            ValueError: the model cannot be captured, but must be, other than for prompts.
         """
         if self.capture is None:
             return None
@@ -249,6 +260,10 @@ class GraphedForward:
         except RuntimeError as error:
             first_line = str(error).split("\n")[0]
             message = f"{self.paged_model.name} cannot be captured in a CUDA graph: {first_line}"
+            if is_prompt:
+                logger.debug("prompts are read without CUDA graphs: %s", message)
+                self._captures_prompts = False
+                return None
             if self.must:
                 raise ValueError(f"cuda_graphs: 'on', but {message}") from error
             logger.warning("cuda_graphs: %s; its passes run without graphs", message)

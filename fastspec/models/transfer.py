@@ -22,14 +22,11 @@ def device_tensor(
 
     torch's allocator does not reuse the host memory before the copy is done.
     """
+    if device.type != "cpu":
+        return host_tensor(values, dtype, device).to(device, non_blocking=True)
     if dtype in _INTEGERS:  # numpy converts lists several times as fast as torch
-        tensor = torch.from_numpy(np.array(values, dtype=_INTEGERS[dtype], order="C"))
-    else:
-        tensor = torch.tensor(values, dtype=dtype)
-    if device.type == "cpu":
-        return tensor
-    tensor = tensor.pin_memory() if device.type == "cuda" else tensor
-    return tensor.to(device, non_blocking=True)
+        return torch.from_numpy(np.array(values, dtype=_INTEGERS[dtype], order="C"))
+    return torch.tensor(values, dtype=dtype)
 
 
 def host_tensor(values: Sequence | np.ndarray, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -16,6 +16,7 @@ from fastspec.drafters.draft_model import DraftModelDrafter
 from fastspec.drafters.graphed_drafts import GraphedDrafts
 from fastspec.models import graphs
 from fastspec.models.blocks import Blocks
+from fastspec.models.graphs import RecentGraphs
 from fastspec.models.layout import Span
 from fastspec.models.reduced_vocabulary import DraftVocabulary
 
@@ -188,7 +189,7 @@ def test_eagle_drafts_of_which_tokens_are_graphs(tmp_path):
     assert runner.drafting_spans([Span([0, 1], 0, 2, target_len=1)]) is None
 
 
-class AllSeen(dict):
+class AllSeen(RecentGraphs):
     """As if every combination of sizes had occurred before."""
 
     def __contains__(self, key):
