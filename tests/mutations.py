@@ -394,7 +394,6 @@ MUTATIONS = [
         ("RARE_FACTOR if is_rare else NEAR_FACTOR", "NEAR_FACTOR"),
         ("times <= RARE_TIMES", "times < RARE_TIMES"),
         ("if len(self) > most:", "if False:"),
-        ("del self[oldest], self._occurred[oldest]", "del self[oldest]"),
         (
             "            if is_prompt:\n                logger",
             "            if False:\n                logger",
@@ -405,6 +404,11 @@ MUTATIONS = [
         ),
         ("if asked.batch + added <= larger.batch:", "if True:"),
         ("min(num_nodes or num_tokens,", "min(num_tokens,"),
+    ),
+    *_of(
+        "fastspec/models/graphs.py",
+        "tests/engine/test_graphed_drafts.py",
+        ("del self[oldest], self._occurred[oldest]", "del self[oldest]"),
     ),
     *_of(
         "fastspec/models/loading.py",
