@@ -350,7 +350,7 @@ MUTATIONS = [
     *_of(
         "fastspec/drafters/suffix_first.py",
         "tests/engine/test_suffix_first.py",
-        ("draft_logits = _with_point_masses(draft_logits, None, copied)", "pass"),
+        ("draft_logits = _with_point_masses(draft_logits, token_map, copied)", "pass"),
         ("token_map[device_tensor(new, torch.int64, device)] = columns", "pass"),
         ("counts[place], writers[place] = len(copy),", "counts[place], writers[place] = 1,"),
     ),

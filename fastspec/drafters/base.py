@@ -79,7 +79,8 @@ class Request:
         rereads_above: length above which its model rereads the text, see `RotaryLengths`.
         rules: logit rules other than `params`; None = none.
         num_prompt_tokens: leading token_ids that were given.
-        rotary_len: length of the text when it was last read from its start.
+        rotary_len: num_prompt_tokens, or the length of the text when it was last reread because it
+            had outgrown rereads_above.
         block_table: its blocks, the same in the target's and the drafter's cache.
         state_key: names its states in recurrent layers; replaced when it loses its blocks.
         num_cached: leading tokens whose target keys and values are in the cache.

@@ -56,8 +56,9 @@ def draw(
     if "seeds" not in random_inputs:
         uniforms = random_inputs["uniforms"][:, step].contiguous()
         picked, logprobs = sample(logits, uniforms, **sampling, backend=backend)
-        has_all = vocabulary.token_map is None
-        return picked if has_all else vocabulary.tokens(picked), logprobs
+        if vocabulary.token_map is not None:
+            picked = vocabulary.tokens(picked)
+        return picked, logprobs
     whole = vocabulary.whole(logits)  # noise belongs to token ids, not columns
     keys = random_inputs["seeds"], random_inputs["lengths"] + step
     return sample_coupled(whole, *keys, **sampling, backend=backend)

@@ -33,7 +33,7 @@ class OnTargetDrafter(DraftModelDrafter):
         raise NotImplementedError
 
     @classmethod
-    def beside(
+    def for_target(
         cls, target: ModelRunner | None, block_manager: Blocks, context: DrafterContext
     ) -> "OnTargetDrafter":
         """Return the drafter for a target that is a plain decoder, on the pages of its runner."""
@@ -53,7 +53,7 @@ class OnTargetDrafter(DraftModelDrafter):
     @classmethod
     def plan(cls, context: DrafterContext) -> DrafterPlan:
         """Plan its method."""
-        return DrafterPlan([], lambda target, blocks: cls.beside(target, blocks, context))
+        return DrafterPlan([], lambda target, blocks: cls.for_target(target, blocks, context))
 
     def num_cached(self, request: Request) -> int:
         """Return how many leading tokens of a text the target or, in this step, the copy read."""

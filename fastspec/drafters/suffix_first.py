@@ -141,11 +141,9 @@ class SuffixFirst:
         draft_logits, token_map = proposal.draft_logits, proposal.draft_token_map
         if draft_logits is not None:
             draft_logits = pad(draft_logits, (0, 0, 0, missing))
-            if token_map is None:
-                draft_logits = _with_point_masses(draft_logits, None, copied)
-            else:
+            if token_map is not None:
                 draft_logits, token_map = self._with_columns(draft_logits, token_map, copied)
-                draft_logits = _with_point_masses(draft_logits, token_map, copied)
+            draft_logits = _with_point_masses(draft_logits, token_map, copied)
         counts, writers = list(proposal.num_tokens or ()), list(proposal.writers or ())
         for place, copy in copied.items():
             token_ids[place] = padded_tensor([copy], width, device)[0]

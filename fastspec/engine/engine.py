@@ -243,7 +243,7 @@ class Engine:
                 unaffected.
         """
         with self._turn:
-            params = params or SamplingParams()
+            params = SamplingParams() if params is None else params
             samples = self._build(prompt, params, request_id, decoder_input_ids)
             for request in samples:
                 self._loop.add(request)

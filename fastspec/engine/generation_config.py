@@ -123,9 +123,9 @@ def params_of(
     """Return sampling parameters with the same effect as the config has in `generate`.
 
     Args:
+        num_given: tokens that max_length and min_length count in addition to the new ones.
         of_model: the model's own config, which sets what the other one leaves at None. Its
             end-of-sequence tokens are the engine's anyway.
-        num_given: tokens that max_length and min_length count in addition to the new ones.
     Raises:
         ValueError: a field is not supported, or a value is out of range.
     """

@@ -60,6 +60,7 @@ class PromptReader:
             return self._known_ids("texts", text)
         if self.tokenizer is None:
             raise ValueError("texts: a text needs a tokenizer, but the engine has none")
+        require_unicode("texts", text)
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return self._known_ids("texts", ids)
 

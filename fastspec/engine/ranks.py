@@ -19,6 +19,7 @@ from fastspec.drafters.base import Batch, Request
 from fastspec.drafters.draft_model import draft_model_of
 from fastspec.engine.loop import Loop
 from fastspec.engine.request import EngineRequest
+from fastspec.engine.schedule import Schedule
 from fastspec.engine.speculation import Speculation
 from fastspec.models.sharded import ADDRESS, Ranks, ranks_of
 from fastspec.models.transfer import device_tensor
@@ -169,13 +170,13 @@ class SharedSpeculation(Speculation):
         return self._ranks.of_first(super()._usable_drafts(proposal))
 
     def _planned(
-        self, requests: list[EngineRequest], num_draft_tokens: list[int]
-    ) -> tuple[list[int], list[int]]:
-        if self.schedule is None or not self._drafts_together:
-            return super()._planned(requests, num_draft_tokens)
+        self, schedule: Schedule, requests: list[EngineRequest], num_draft_tokens: list[int]
+    ) -> list[int]:
+        if not self._drafts_together:
+            return super()._planned(schedule, requests, num_draft_tokens)
         own, most = None, torch.iinfo(torch.int64).max
-        try:  # chains only: trees have no schedule
-            own, _ = super()._planned(requests, num_draft_tokens)
+        try:
+            own = super()._planned(schedule, requests, num_draft_tokens)
         except Exception as error:  # of a schedule, which may be third-party code
             super()._fail(error, requests)
         values = [most] * len(requests) if self._ranks.rank or own is None else own
@@ -184,7 +185,7 @@ class SharedSpeculation(Speculation):
             if own is not None:
                 super()._fail(RuntimeError(_ELSEWHERE), requests)
             shared = [0] * len(requests)
-        return shared, shared
+        return shared
 
     def _fail(self, error: BaseException, requests: Sequence[Request]) -> None:
         super()._fail(error, requests)

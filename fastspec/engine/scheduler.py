@@ -4,9 +4,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from fastspec.engine.block_manager import BlockManager, blocks_needed
+from fastspec.engine.block_manager import BlockManager
 from fastspec.engine.prefix_index import ContentKey
 from fastspec.engine.request import EngineRequest
+from fastspec.models.blocks import blocks_needed
 
 
 @dataclass(eq=False)

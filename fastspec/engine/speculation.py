@@ -56,7 +56,6 @@ class Speculation:
         given = ((name, getattr(spec, name)) for name in for_trees)
         chain_rules = (f"{name}: {v!r}" for name, v in given if v not in for_trees[name])
         self.is_coupled = spec.rejection_sample_method == "coupled"
-        self._chains_only = chains_only
         self._pacer = pacer
         self._chain_rule = chains_only or next(chain_rules, None)
         self._config = config
@@ -102,8 +101,8 @@ class Speculation:
         """Turn on a drafter; ValueError, without any change, if it does not support this K."""
         schedule = self._pacer and self._pacer.schedule(drafter, num_speculative_tokens)
         is_tree = isinstance(drafter, TreeProposer)
-        if is_tree and self._chains_only:
-            raise ValueError(f"{self._chains_only} verifies chains, not token trees")
+        if is_tree and self._chain_rule:
+            raise ValueError(f"{self._chain_rule} verifies chains, not token trees")
         max_nodes = drafter.max_nodes(num_speculative_tokens) if is_tree else 0
         self.disable(running)
         self.last_drafter = self.drafter = drafter
@@ -154,10 +153,14 @@ class Speculation:
                 pairs = zip(num_draft_tokens, free, strict=True)
                 num_draft_tokens = max_nodes = [0 if is_free else num for num, is_free in pairs]
             of_model = None
-            if self.schedule is not None and isinstance(self.drafter, SuffixFirst):
-                of_model, _ = self._planned(requests, num_draft_tokens)
-            elif self.max_nodes or self.schedule is not None:
-                num_draft_tokens, max_nodes = self._planned(requests, num_draft_tokens)
+            if self.schedule is not None:
+                planned = self._planned(self.schedule, requests, num_draft_tokens)
+                if isinstance(self.drafter, SuffixFirst):
+                    of_model = planned
+                else:
+                    num_draft_tokens = max_nodes = planned
+            elif self.max_nodes:
+                num_draft_tokens, max_nodes = self._within_blocks(requests, num_draft_tokens)
             if any(num_draft_tokens):
                 batch = replace(
                     plain,
@@ -245,18 +248,21 @@ class Speculation:
     def _usable_drafts(self, proposal: Proposal) -> Tensor:
         return usable_drafts(proposal)
 
-    def _planned(
+    def _within_blocks(
         self, requests: list[EngineRequest], num_draft_tokens: list[int]
     ) -> tuple[list[int], list[int]]:
-        """Return draft tokens, up to the given numbers, and nodes; trees may fill their blocks."""
-        if self.max_nodes:
-            size = self._config.block_size
-            free = [len(r.block_table) * size - len(r.token_ids) for r in requests]
-            room = [min(self.max_nodes, slots) for slots in free]
-            pairs = [(min(pair), pair[1]) for pair in zip(num_draft_tokens, room, strict=True)]
-            return [num for num, _ in pairs], [nodes if num else 0 for num, nodes in pairs]
-        schedule, common = self.schedule, None
-        assert schedule is not None
+        """Return draft tokens, up to the given numbers, and nodes of trees that fit the blocks."""
+        size = self._config.block_size
+        free = [len(r.block_table) * size - len(r.token_ids) for r in requests]
+        room = [min(self.max_nodes, slots) for slots in free]
+        pairs = [(min(pair), pair[1]) for pair in zip(num_draft_tokens, room, strict=True)]
+        return [num for num, _ in pairs], [nodes if num else 0 for num, nodes in pairs]
+
+    def _planned(
+        self, schedule: Schedule, requests: list[EngineRequest], num_draft_tokens: list[int]
+    ) -> list[int]:
+        """Return the draft tokens that a schedule wants, up to the given numbers."""
+        common = None
         if isinstance(schedule, AdaptiveSchedule):
             pairs = zip(requests, num_draft_tokens, strict=True)
             common = schedule.common_length([request for request, limit in pairs if limit])
@@ -267,8 +273,7 @@ class Speculation:
             wanted.append(num if limit else 0)
         for num in wanted:
             require_int("num_draft_tokens", num, 0)
-        num_draft_tokens = [min(pair) for pair in zip(wanted, num_draft_tokens, strict=True)]
-        return num_draft_tokens, num_draft_tokens
+        return [min(pair) for pair in zip(wanted, num_draft_tokens, strict=True)]
 
     def _fail(self, error: BaseException, requests: Sequence[Request]) -> None:
         """Keep an error of a drafter or schedule, and let the drafter forget the requests.

@@ -68,7 +68,7 @@ class Speculations(dict[str | None, Speculation]):
             option = "tree_suffix" if spec.tree_suffix else "suffix_tokens"
         speculation.check_count(option, count)
         if plan is not None:
-            speculation.enable(self._built(plan), speculation.usual_num_speculative_tokens, [])
+            speculation.enable(self._built(plan), count, [])
         self[name] = speculation
         return speculation
 

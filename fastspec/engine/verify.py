@@ -69,12 +69,12 @@ def _read_with_logprobs(runner: ModelRunner, request: EngineRequest, span: Span)
 def verify(
     runner: ModelRunner, batch: Batch, proposal: Proposal, spec: SpecConfig = _STANDARD
 ) -> list[Verdict]:
-    """Verify the proposals in one target pass, with the round's only copy from the device.
+    """Verify the proposals in one target pass and one copy from the device.
 
-    Accepted tree nodes are moved to follow the cached tokens. Exact unless relaxed_acceptance is
-    above 1 or there is a synthetic rate; these, and method "block", are for chains only. Requests
-    that want top log-probabilities, and rules that read drafts on the host, cost one more copy.
-    Ranks that share the target all use what rank 0 accepts.
+    Log-probabilities cost one more copy, the most probable tokens two further ones, and so do rules
+    that read drafts on the host. Accepted tree nodes are moved to follow the cached tokens. Exact
+    unless relaxed_acceptance is above 1 or there is a synthetic rate; these, and method "block",
+    are for chains only. Ranks that share the target all use what rank 0 accepts.
 
     Args:
         spec: names the acceptance rule.

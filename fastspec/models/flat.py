@@ -178,15 +178,15 @@ class FlatModel:
         logits: the model's logits for its first token.
         """
         first, last = self._layers[0], self._layers[-1]
-        ways = [(self._embed(input_ids)[None], first.given[0][0])]
-        ways += [(layer.made, after.given[0][0]) for layer, after in pairwise(self._layers)]
-        ways += [(self._head(self._norm(last.made)[0, :1]), logits)]
+        pairs = [(self._embed(input_ids)[None], first.given[0][0])]
+        pairs += [(layer.made, after.given[0][0]) for layer, after in pairwise(self._layers)]
+        pairs += [(self._head(self._norm(last.made)[0, :1]), logits)]
         factors = self._rotary(first.given[0][0], positions[None])
         kept = self._table.factors(positions)
-        ways += [(own.to(other.dtype), other[0]) for own, other in zip(kept, factors, strict=True)]
+        pairs += [(own.to(other.dtype), other[0]) for own, other in zip(kept, factors, strict=True)]
         for layer in self._layers:
-            ways += zip(factors, layer.given[1]["position_embeddings"], strict=True)
-        return all(torch.equal(left, right) for left, right in ways)
+            pairs += zip(factors, layer.given[1]["position_embeddings"], strict=True)
+        return all(torch.equal(left, right) for left, right in pairs)
 
 
 def find_layers(model: PreTrainedModel, backend: str) -> list[FlatLayer]:

@@ -206,7 +206,8 @@ class GraphedForward:
             ValueError: the model cannot be captured, but must be.
         """
         num_nodes = 0 if tree is None else tree[1].shape[1]
-        is_prompt, rows = rows == [], [0] if rows == [] else rows or []
+        is_prompt = rows == []
+        rows = [0] if is_prompt else rows or []
         asked = PassShape.of(spans, rows, self.block_size)
         sizes = bucket(asked, self.block_size, num_nodes)
         if self.capture is None or sizes is None:

@@ -102,7 +102,7 @@ def load_model(
 
 def load_tokenizer(field: str, source: str | Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer stored with a model."""
-    return _beside(AutoTokenizer, field, "the tokenizer of ", source)
+    return _read_part(AutoTokenizer.from_pretrained, field, "the tokenizer of ", source)
 
 
 ReadConfig = Callable[[str, str | Path], PreTrainedConfig]
@@ -111,24 +111,22 @@ SPECULATORS = "speculators_model_type"  # in config.json, in the layout of vLLM'
 
 def load_config(field: str, source: str | Path) -> PreTrainedConfig:
     """Read the configuration of a model without loading it."""
-    return _beside(_AnyConfig, field, "the configuration of ", source)
+    return _read_part(_read_config, field, "the configuration of ", source)
 
 
-class _AnyConfig:
-    """Reads configurations that transformers knows, and those of vLLM's `speculators`."""
-
-    @staticmethod
-    def from_pretrained(place: str | Path, **options: str) -> PreTrainedConfig:
-        stored, _ = PreTrainedConfig.get_config_dict(place, **options)
-        if SPECULATORS in stored:
-            return PreTrainedConfig.from_dict(stored)
-        return AutoConfig.from_pretrained(place, **options)
+def _read_config(place: str | Path, **options: str) -> PreTrainedConfig:
+    stored, _ = PreTrainedConfig.get_config_dict(place, **options)
+    if SPECULATORS in stored:
+        return PreTrainedConfig.from_dict(stored)
+    return AutoConfig.from_pretrained(place, **options)
 
 
-def _beside(kind: Any, field: str, part: str, source: str | Path) -> Any:
+def _read_part(
+    from_pretrained: Callable[..., Any], field: str, part: str, source: str | Path
+) -> Any:
     place, options = _for_transformers(_existing_path(field, source))
     try:
-        return kind.from_pretrained(place, **options)
+        return from_pretrained(place, **options)
     except _LOADING_ERRORS as error:
         raise _not_loaded(field, part, source, error) from error
 

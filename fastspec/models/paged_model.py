@@ -41,8 +41,8 @@ from fastspec.models.reduced_vocabulary import DraftVocabulary, ReducedHead
 from fastspec.models.rotary import RotaryLengths
 from fastspec.models.sharded import ranks_of
 from fastspec.models.twin import (
-    decoder_layers,
     is_plain_linear,
+    layers_of,
     most_rows,
     replaced,
     twin_of,
@@ -206,7 +206,7 @@ class PagedModel:
         self, input_ids: Tensor, positions: Tensor, rows: Tensor | None, step: PagedStep
     ) -> Tensor:
         """Run T packed tokens (ids, positions: [T] int64); logits [R, V] of `rows`, None = all."""
-        if not self._head_takes_no_rows and rows is not None and not len(rows):
+        if self._head_needs_rows and rows is not None and not len(rows):
             return self.forward(input_ids, positions, torch.zeros_like(positions[:1]), step)[:0]
         keep: dict[str, Any] = {}
         if self._keeps_logits and rows is not None:
@@ -277,7 +277,7 @@ class PagedModel:
             raise ValueError(
                 f"target: {self.name} passes its layers several states per token; a draft reads one"
             )
-        modules = decoder_layers(self.model)
+        modules = layers_of(self.model)
         most = len(modules) - 1
         fits = layers == [LAST_STATE] or all(0 <= index <= most for index in layers)
         require("target layers", layers, fits, f"0 to {most}")
@@ -327,8 +327,8 @@ class PagedModel:
         self._keeps_logits = "logits_to_keep" in parameters
         self._takes_positions = "position_ids" in parameters
         self.model: Any = twin_of(model, ATTENTION_NAME).eval()
-        # Layers with packed weights may not support this.
-        self._head_takes_no_rows = is_plain_linear(self.model.get_output_embeddings())
+        # Layers with packed weights may not support a pass of none.
+        self._head_needs_rows = not is_plain_linear(self.model.get_output_embeddings())
         recurrent = RecurrentLayers(self.model, text_config)
         if recurrent.indices:
             self.recurrent = recurrent

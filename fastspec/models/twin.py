@@ -97,7 +97,7 @@ def replaced(forwards: Mapping[Any, Callable]) -> Iterator[None]:
                 attributes["forward"] = forward
 
 
-def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+def layers_of(model: PreTrainedModel) -> nn.ModuleList:
     """Return the layers of a decoder.
 
     Raises:

@@ -21,7 +21,7 @@ from fastspec.drafters import Proposal
 from fastspec.drafters.base import Batch, Drafter, common_prefix_len
 from fastspec.drafters.context import DrafterContext, DrafterSource, ModelSource
 from fastspec.drafters.registry import plan_drafter
-from fastspec.engine.block_manager import BlockManager, blocks_needed
+from fastspec.engine.block_manager import BlockManager
 from fastspec.engine.loop import Loop
 from fastspec.engine.outputs import Verdict
 from fastspec.engine.request import EngineRequest
@@ -30,6 +30,7 @@ from fastspec.engine.scheduler import Scheduler
 from fastspec.engine.speculation import Speculation
 from fastspec.engine.stats import SpecStats
 from fastspec.engine.verify import verdict_of
+from fastspec.models.blocks import blocks_needed
 from fastspec.models.cache_size import cache_blocks
 from fastspec.models.layout import EncoderInput
 from fastspec.models.loading import resolve_device

@@ -16,7 +16,7 @@ from fastspec.config.checks import require
 from fastspec.drafters.eagle3.loading import save_eagle3
 from fastspec.drafters.eagle3.model import Eagle3Draft, EagleConfig, usual_layers
 from fastspec.models.reduced_vocabulary import reduced_rows
-from fastspec.models.twin import decoder_layers
+from fastspec.models.twin import layers_of
 from fastspec.train.distillation import FrozenHeadLoss
 from fastspec.train.glide_data import (
     check_head,
@@ -78,7 +78,7 @@ def make_eagle3(target: PreTrainedModel, texts: Sequence[Text], shape: DraftShap
     large = target.config.get_text_config(decoder=True)
     size = shape.hidden_size
     require("hidden_size", size, size in (None, large.hidden_size), "the target's")
-    num_layers = len(decoder_layers(target))
+    num_layers = len(layers_of(target))
     if min(usual_layers(num_layers)) < 0:
         name = type(target).__name__
         raise ValueError(
@@ -109,7 +109,7 @@ def _start_as_last_layer(draft: Eagle3Draft, target: PreTrainedModel) -> None:
     draft.fc.weight.mul_(0.1)
     draft.fc.weight[:, 2 * size :] += torch.eye(size)
     decoder: Any = target.get_decoder()
-    source: dict[str, Any] = dict(weights_of(decoder_layers(target)[-1]))
+    source: dict[str, Any] = dict(weights_of(layers_of(target)[-1]))
     source["hidden_norm.weight"] = source.get("input_layernorm.weight")
     source["norm.weight"] = getattr(getattr(decoder, "norm", None), "weight", None)
     for name, weight in [*draft.midlayer.named_parameters(), *draft.norm.named_parameters("norm")]:
@@ -347,7 +347,7 @@ def train_eagle3(
         ValueError: a checkpoint to resume from is missing or of another run, or exists although
             resume is False.
     """
-    layers = draft.config.target_layers or usual_layers(len(decoder_layers(target)))
+    layers = draft.config.target_layers or usual_layers(len(layers_of(target)))
     token_ids = cast(Any, draft.lm_head).token_ids
     every = [*texts, *held_out]
     token_ids_of = [text.token_ids for text in every]

@@ -22,6 +22,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=50)
 class FixedLogits:
     """A model whose rows are known."""
 
+    name = "model"
+
     def __init__(self, logits):
         self._logits = logits
         self.vocabulary = DraftVocabulary(logits[0].shape[1])
@@ -69,7 +71,7 @@ def test_greedy_reviews_follow_the_rule(lenience):
             for draft, rows in zip(drafts, logits, strict=True)
         ]
         batch = batch_of(*(draft.request for draft in drafts), wanted=9)
-        level = ModelLevel(FixedLogits(logits), "model", lenience)
+        level = ModelLevel(FixedLogits(logits), lenience)
         level.review(drafts, [0] * 3, batch)
         for draft, wanted in zip(drafts, expected, strict=True):
             assert [token[:2] for token in draft.tokens] == [row[:2] for row in wanted]
@@ -107,7 +109,7 @@ def test_a_review_ends_before_a_row_that_is_not_finite(spoilt, lenience, tempera
     for row, best in enumerate((1, 2, 4)):
         logits[row, best] = 0.0
     logits[spoilt, 3] = torch.nan
-    level = ModelLevel(FixedLogits([logits]), "model", lenience)
+    level = ModelLevel(FixedLogits([logits]), lenience)
     level.review([draft], [0], batch_of(request, wanted=9))
     assert draft.text == [1, 2, 3, 1, 2][: 3 + spoilt]
 

@@ -259,6 +259,12 @@ def test_arguments_of_another_type(model, prompts, params, message):
     assert_one_line(error)
 
 
+@pytest.mark.parametrize("params", [{}, [], 0, ""], ids=str)
+def test_empty_parameters_are_not_taken_for_none(model, params):
+    with pytest.raises(ValueError, match="params: expected SamplingParams, got"):
+        Engine(model).add_request([1], params)
+
+
 class RaggedDrafter:
     """Proposes 0, 1 or 2 tokens, some of which do not exist."""
 

@@ -316,3 +316,19 @@ def test_what_it_needs_is_said():
     ):
         with pytest.raises(ValueError, match=r"^branch: "):
             check_proposal(proposal, batch, 10)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"rejection_sample_method": "block"},
+        {"relaxed_acceptance": 2},
+        {"synthetic_acceptance_rate": 0.5},
+    ],
+    ids=str,
+)
+def test_a_drafter_of_trees_is_refused_with_a_rule_for_chains(rule):
+    """Otherwise each of its trees would be thrown away."""
+    drafter, ((name, _),) = SuffixTreeDrafter(8, 2.0, 0.1, 100), rule.items()
+    with pytest.raises(ValueError, match=f"^{name}: .* verifies chains, not token trees"):
+        Engine(random_model("llama"), drafter, spec=rule)

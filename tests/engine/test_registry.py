@@ -274,10 +274,8 @@ def test_packages_are_asked_for_unknown_names_and_lists_alone(packages):
 )
 def test_the_kind_of_a_draft_is_read_once(monkeypatch, draft, spec):
     """Of a hub id, each time may be a request."""
-    read, beside = [], loading._beside
-    monkeypatch.setattr(
-        loading, "_beside", lambda kind, *args: read.append((kind, *args)) or beside(kind, *args)
-    )
+    read, read_part = [], loading._read_part
+    monkeypatch.setattr(loading, "_read_part", lambda *args: read.append(args) or read_part(*args))
     Engine("tiny", draft, spec=spec)
-    parts = [kind for kind, field, *_ in read if field == "drafter"]
+    parts = [part for _, field, part, *_ in read if field == "drafter"]
     assert len(parts) == len(set(parts)) == 2  # configuration and tokenizer

@@ -157,6 +157,8 @@ def test_a_corpus_drafts():
     with pytest.raises(ValueError, match=r"^texts: expected one of the keys"):
         engine.add_corpus([{"text": "ab"}])
     tiny = Engine("tiny", spec="suffix")
+    with pytest.raises(ValueError, match=r"^texts: "):
+        tiny.add_corpus("half a character \ud800")
     tiny.add_corpus("import os\nimport sys\n")
     (output,) = tiny.generate("import os\n", SamplingParams(temperature=0, max_tokens=2))
     assert output.stats.num_draft_tokens > 0

@@ -49,19 +49,18 @@ def build(context: DrafterContext) -> DrafterPlan:
         if isinstance(part, DrafterPlan):
             assert copy is not None
             reader = cast(DraftModelDrafter, part.build(copy.runner, block_manager))
-            return ModelLevel(reader, reader.name, *options, copy)
+            return ModelLevel(reader, *options, copy)
         if not isinstance(part, PagedModel):
             return CopyingLevel(part, vocab_size, spec.mag_surplus)
         runner = context.runner(part, block_manager)
         size = vocab_size if copy is None else context.vocab_size
-        model = DraftModelDrafter(runner, block_manager, size, probabilistic)
-        return ModelLevel(model, model.name, *options)
+        return ModelLevel(DraftModelDrafter(runner, block_manager, size, probabilistic), *options)
 
     def drafter(target: ModelRunner | None, block_manager: Blocks) -> Drafter:
         copy, levels = None, []
         if spec.copies_target:
-            copy = QuantizedDrafter.beside(target, block_manager, context)
-            levels = [ModelLevel(copy, copy.name, *options)]
+            copy = QuantizedDrafter.for_target(target, block_manager, context)
+            levels = [ModelLevel(copy, *options)]
         levels += [level(part, copy, block_manager) for part in parts]
         _number(levels)
         return CascadeDrafter(

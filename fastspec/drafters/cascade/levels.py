@@ -140,12 +140,11 @@ class ModelLevel(Level):
     def __init__(
         self,
         model: DraftModelDrafter,
-        name: str,
         lenience: float = 1.0,
         backend: str = "auto",
         source: OnTargetDrafter | None = None,
     ):
-        self.model, self.name = model, name
+        self.model, self.name = model, model.name
         self.lenience, self.backend, self._source = lenience, backend, source
 
     def write(self, drafts: list[Draft], counts: list[int], batch: Batch) -> None:

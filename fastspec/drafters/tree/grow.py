@@ -225,13 +225,16 @@ class ShapedTree:
         else:
             requests = torch.arange(num_requests, device=device).repeat_interleave(size[1])[places]
             nodes = device_tensor(level.expanded, torch.int64, device).repeat(num_requests)[places]
-            keys = None
+            sampling = sampling_of_rows(self._batch.sampling, requests)
+            uniforms = self._uniforms.new_zeros((num_requests, size[1] * size[2]))
+            uniforms[:, kept] = self._uniforms[:, added]
+            uniforms = uniforms.view(-1, size[2])[places]
             if self._batch.is_coupled:
                 keys = self._batch.keys[:, requests]
                 keys[1] += self._num_levels - 1
                 logits = vocabulary.whole(logits)  # noise belongs to token ids, not columns
-            sampling = sampling_of_rows(self._batch.sampling, requests)
-            if keys is None:
+                token_ids = draw_siblings(logits, uniforms, sampling, backend, keys)
+            else:
                 if self._copied is not None:
                     rows = requests, nodes, self._num_levels - 1
                     token_map = vocabulary.token_map
@@ -239,11 +242,7 @@ class ShapedTree:
                 logits = _within_reach(logits, sampling["temperature"])
                 self._drawn_from.append((requests, nodes, logits))
                 self._token_map = vocabulary.token_map
-            uniforms = self._uniforms.new_zeros((num_requests, size[1] * size[2]))
-            uniforms[:, kept] = self._uniforms[:, added]
-            uniforms = uniforms.view(-1, size[2])[places]
-            token_ids = draw_siblings(logits, uniforms, sampling, backend, keys)
-            if keys is None:
+                token_ids = draw_siblings(logits, uniforms, sampling, backend)
                 token_ids = vocabulary.tokens(token_ids)
             if self._cut is not None:
                 temperature = divisors(sampling["temperature"])
