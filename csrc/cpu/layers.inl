@@ -32,11 +32,12 @@ void rms_norm(const float* x, const Norm& norm, int64_t size, float* out) {
   });
 }
 
-// x / (1 + e^-x); if e^-x overflows the result is -0.
+// x / (1 + e^-x); below -87, where this is below 1e-35, x * 0: -0, or NaN if x is -inf.
 FASTSPEC_INLINE NativeF32 silu(NativeF32 x) {
+  constexpr float kMost = 126.0f;
   const NativeF32 power = x * -kLog2E;
-  const NativeF32 bounded = power > 126.0f ? native(126.0f) : power;
-  return x / (1.0f + exp2(bounded));
+  const NativeF32 bounded = power > kMost ? native(kMost) : power;
+  return power > kMost ? x * 0.0f : x / (1.0f + exp2(bounded));
 }
 
 FASTSPEC_INLINE NativeF32 gelu_tanh(NativeF32 x) {

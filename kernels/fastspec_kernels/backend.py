@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastspec_kernels import library, reference
-from fastspec_kernels.checks import FLOAT8
+from fastspec_kernels.checks import FLOAT8, check_choice
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +41,7 @@ TRITON_OPS = frozenset(
 _CACHE_OPS = frozenset({"cross_attention", "decoder_layers", "store_kv", "tree_attention"})
 # Both are read once, because ops run thousands of times per second.
 _DEFAULT = os.environ.get("FASTSPEC_BACKEND", "auto")
+check_choice("FASTSPEC_BACKEND", _DEFAULT, ("auto", *BACKENDS))
 _TRITON_INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -106,13 +107,18 @@ def resolve(op: str, requested: str, device: torch.device, dtype: torch.dtype | 
     return requested
 
 
-def backend_of(op: str, device: torch.device, backend: str = "auto") -> str | None:
+def backend_of(op: str, device: torch.device | str, backend: str = "auto") -> str | None:
     """Return the backend that an op uses for tensors on a device if `backend` is requested.
 
     "auto" is as in the ops. None if that backend has no kernel of the op for the device.
+
+    Raises:
+        ValueError: there is no such op or backend.
     """
+    check_choice("op", op, library.OPS)
+    check_choice("backend", backend, ("auto", *BACKENDS))
     try:
-        return resolve(op, backend, device)
+        return resolve(op, backend, torch.device(device))
     except ValueError:
         return None
 

@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from fastspec_kernels.backend import run_checked
 from fastspec_kernels.checks import (
@@ -32,7 +33,7 @@ def store_kv(
     """Write the keys and values of new tokens into their cache slots, in place.
 
     Slot s is row s % block_size of block s // block_size; token t goes to slot_mapping[t], and -1
-    skips it. Two tokens must not share a slot.
+    skips it. Two tokens must not share a slot, and key, value and the caches must not share memory.
 
     With cos and sin, the first R values of every key head are rotated first, in float32: value i of
     the first half becomes key[i] * cos[i] - key[i + R / 2] * sin[i], value i of the second half
@@ -72,6 +73,7 @@ def store_kv(
         check_slots(slot_mapping, key_cache)
 
     run_checked("store_kv", backend, key_cache, (*tensors, *options), check)
+    increment_version((key_cache, value_cache))
 
 
 def compact_kv(
@@ -90,6 +92,7 @@ def compact_kv(
     After, the i-th node of its path is at place prefix_lens[b] + 1 + i for i < accepted_len[b], as
     if all were read before any is written, and every other slot keeps its bits. Entries after the
     accepted tokens are stale and may be overwritten: rollback is only a shorter context length.
+    The caches must not share memory.
 
     Args:
         key_caches: [L, num_blocks, block_size, G, D] float32, bfloat16, float16 or float8_e4m3fn,
@@ -117,6 +120,7 @@ def compact_kv(
         _check_moves(key_caches, block_table, prefix_lens, path, accepted_len)
 
     run_checked("compact_kv", backend, key_caches, tensors, check)
+    increment_version((key_caches, value_caches))
 
 
 def _check_tensors(

@@ -48,7 +48,9 @@ def check_tensor(
 
 def _is_plain(tensor: Tensor) -> bool:
     """Whether the values are in memory as described by shape and strides."""
-    return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_neg()
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return False
+    return torch.compiler.is_compiling() or not tensor.is_neg()  # torch.compile cannot ask
 
 
 def dense(tensor: Tensor) -> Tensor:
@@ -162,7 +164,8 @@ def check_parents(parents: Tensor, shape: tuple[int, int], device: torch.device)
     """Check the shape and, if that needs no synchronisation, that parents come first."""
     check_tensor("parents", parents, shape, (torch.int32,), device)
     if device.type == "cpu":
-        late = (parents >= torch.arange(shape[1], dtype=torch.int32)) | (parents < -1)
+        nodes = torch.arange(shape[1], dtype=torch.int32, device=device)
+        late = (parents >= nodes) | (parents < -1)
         late[:, :1] = False
         if late.any():
             b, i = late.nonzero()[0].tolist()

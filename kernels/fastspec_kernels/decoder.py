@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from fastspec_kernels.attention import (
     check_attention,
@@ -149,7 +150,9 @@ def decoder_layers(
     arguments += (list(key_caches), list(value_caches), eps, norm_shift, activation, cos, sin)
     arguments += (embeddings, list(kept_layers), list(kept_caches), slot_mapping, *pages)
     arguments += (scale, sliding_window, softcap, ancestor_mask)
-    return run_checked("decoder_layers", backend, cache, arguments, check)
+    out = run_checked("decoder_layers", backend, cache, arguments, check)
+    increment_version((*key_caches, *value_caches, *kept_caches))
+    return out
 
 
 def _first_of(name: str, values: Sequence[Any], kind: type) -> Any:

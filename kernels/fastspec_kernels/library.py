@@ -58,9 +58,14 @@ SCHEMAS = (
     f"cross_attention({_PAGED}, float scale, float value_scale) -> Tensor",
 )
 
+OPS = tuple(schema.partition("(")[0] for schema in SCHEMAS)
+
 _library = torch.library.Library("fastspec", "DEF")
-for _schema in SCHEMAS:
+for _op, _schema in zip(OPS, SCHEMAS, strict=True):
     _library.define(_schema)
+    # No op has a derivative; without this, results would claim to have one, and backward would lose
+    # it with a warning.
+    _library.impl(_op, torch.library.fallthrough_kernel, "Autograd")
 
 
 def use_instruction_set(name: str) -> None:
@@ -93,18 +98,27 @@ if HAS_CUDA_EXTENSION and torch.cuda.is_available():
     import_module("fastspec_kernels._cuda")
 
 
-@cache
+_KERNELS = frozenset(
+    (op, device_type)
+    for op in OPS
+    for device_type in ("cpu", "cuda")
+    if torch._C._dispatch_has_kernel_for_dispatch_key(f"fastspec::{op}", device_type.upper())
+)
+
+
 def has_kernel(op: str, device_type: str) -> bool:
     """Whether a compiled kernel of this op is loaded for the device type."""
-    key = {"cpu": "CPU", "cuda": "CUDA"}.get(device_type)
-    return key is not None and torch._C._dispatch_has_kernel_for_dispatch_key(
-        f"fastspec::{op}", key
-    )
+    return (op, device_type) in _KERNELS
+
+
+@torch.compiler.assume_constant_result
+def has_image(device_index: int) -> bool:
+    """Whether the CUDA extension has code for a GPU: native, or PTX that the driver compiles."""
+    return _has_image(device_index)
 
 
 @cache
-def has_image(device_index: int) -> bool:
-    """Whether the CUDA extension has code for a GPU: native, or PTX that the driver compiles."""
+def _has_image(device_index: int) -> bool:
     return torch.ops.fastspec.has_cuda_image(device_index)
 
 

@@ -3,13 +3,14 @@
 import torch
 from torch import Tensor
 
-from fastspec_kernels.backend import implementation
+from fastspec_kernels.backend import run_checked
 from fastspec_kernels.checks import (
     INT32_MAX,
     check_choice,
     check_int,
     check_last_contiguous,
     check_tensor,
+    dense,
 )
 
 RULES = ("latest", "earliest_longest")
@@ -49,17 +50,20 @@ def match_suffix(
 
     No host synchronisation; safe in CUDA graphs. On the CPU, time is linear in the text's length.
     """
-    check_tensor("token_ids", token_ids, (None, None), (torch.int32,), None)
-    check_last_contiguous("token_ids", token_ids)
-    batch, width = token_ids.shape
-    check_tensor("lengths", lengths, (batch,), (torch.int32,), token_ids.device)
     check_int("min_match", min_match, 1)
     check_int("max_match", max_match, min_match)
     check_int("num_tokens", num_tokens, 0, INT32_MAX)
-    check_choice("rule", rule, RULES)
-    if lengths.device.type == "cpu":
-        for row, length in enumerate(lengths.tolist()):
-            if not 0 <= length <= width:
-                raise ValueError(f"lengths[{row}]: expected 0 to {width}, got {length}")
-    run = implementation("match_suffix", backend, token_ids.device)
-    return run(token_ids, lengths.contiguous(), min_match, max_match, num_tokens, rule)
+
+    def check():
+        check_tensor("token_ids", token_ids, (None, None), (torch.int32,), None)
+        check_last_contiguous("token_ids", token_ids)
+        batch, width = token_ids.shape
+        check_tensor("lengths", lengths, (batch,), (torch.int32,), token_ids.device)
+        check_choice("rule", rule, RULES)
+        if lengths.device.type == "cpu":
+            for row, length in enumerate(lengths.tolist()):
+                if not 0 <= length <= width:
+                    raise ValueError(f"lengths[{row}]: expected 0 to {width}, got {length}")
+
+    arguments = (token_ids, dense(lengths), min_match, max_match, num_tokens, rule)
+    return run_checked("match_suffix", backend, token_ids, arguments, check)

@@ -1,6 +1,10 @@
 """Which backend serves a GPU that the CUDA extension may have no code for; no GPU is needed."""
 
 import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +13,7 @@ import fastspec_kernels
 from fastspec_kernels import backend, library
 
 OLD, NEW = torch.device("cuda", 0), torch.device("cuda", 1)
+KERNELS = Path(library.__file__).parents[1]
 COMPILED = {"store_kv", "verify_tree"}  # of the CUDA extension
 
 
@@ -18,7 +23,7 @@ def two_gpus(monkeypatch):
     schema = torch.library.Library("fastspec", "IMPL")  # undone with the object
     schema.impl("cuda_architectures", lambda: "8.0;9.0+PTX", "CompositeExplicitAutograd")
     schema.impl("has_cuda_image", lambda device: device == 1, "CompositeExplicitAutograd")
-    forget = library.has_image.cache_clear
+    forget = library._has_image.cache_clear
     forget()
     backend._say_once.cache_clear()
     monkeypatch.setattr(library, "has_kernel", lambda op, device_type: op in COMPILED)
@@ -64,6 +69,21 @@ def test_whoever_asks_is_told(two_gpus, monkeypatch):
     assert fastspec_kernels.backend_of("sample", NEW, "cuda") is None
     monkeypatch.setattr(backend, "_DEFAULT", "reference")
     assert fastspec_kernels.backend_of("verify_tree", NEW) == "reference"
+
+
+def test_who_asks_for_what_there_is_not_is_told_so():
+    assert fastspec_kernels.backend_of("linear", "cpu", "reference") == "reference"
+    with pytest.raises(ValueError, match=r"^op: expected one of .* got 'softmax'"):
+        fastspec_kernels.backend_of("softmax", "cpu")
+    with pytest.raises(ValueError, match=r"^backend: expected one of .* got 'gpu'"):
+        fastspec_kernels.backend_of("linear", "cpu", "gpu")
+
+
+def test_the_variable_is_checked_at_import():
+    settings = os.environ | {"FASTSPEC_BACKEND": "gpu", "PYTHONPATH": str(KERNELS)}
+    command = [sys.executable, "-c", "import fastspec_kernels"]
+    run = subprocess.run(command, env=settings, capture_output=True, text=True)
+    assert "ValueError: FASTSPEC_BACKEND: expected one of" in run.stderr
 
 
 def test_by_name_it_raises_with_what_is_available(two_gpus):

@@ -65,6 +65,17 @@ def test_large_activations_do_not_overflow():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("gate", [-90.0, -1e30, -3e38, -torch.inf])
+def test_gates_of_any_size_are_those_of_torch(backend, gate):
+    """A large negative gate lets nothing through, and an infinite one shows."""
+    x, gates = torch.ones(1, 1), torch.full((20, 1), gate)
+    up, down = torch.full((20, 1), 1000.0), torch.full((1, 20), 0.05)
+    expected = torch.nn.functional.silu(gates[:1]) * 1000.0
+    out = gated_mlp(x, gates, up, down, backend=backend)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-20, equal_nan=True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("op", "case", "index", "change", "named"),
     [

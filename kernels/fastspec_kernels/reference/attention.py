@@ -41,7 +41,7 @@ def _stored(rows: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
     if rows.dtype == dtype:
         return rows
     limit = torch.finfo(dtype).max
-    units = rows.float() / torch.full((), scale, device=rows.device)
+    units = rows.float() / torch.full((), scale, dtype=torch.float32, device=rows.device)
     return units.clamp(-limit, limit).to(dtype)
 
 
@@ -93,7 +93,7 @@ def tree_attention(
 ) -> tuple[Tensor, Tensor]:
     """Gather each context and determine visibility; `_attend` does the rest."""
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
-    logsumexp = torch.full(query.shape[:2], -torch.inf, device=query.device)
+    logsumexp = query.new_full(query.shape[:2], -torch.inf, dtype=torch.float32)
     bounds = cu_rows.tolist()
     for b, context in enumerate(context_lens.tolist()):
         rows = slice(bounds[b], bounds[b + 1])

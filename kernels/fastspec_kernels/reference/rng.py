@@ -17,8 +17,9 @@ def gumbel(seed: Tensor, position: Tensor, num: int) -> Tensor:
     token = torch.arange(num, device=seed.device)
     words = _philox(seed, position, -(-num // 256) * 16, LEAST_STREAM)
     words = words[:, token // 256 * 16 + token % 16]
-    least = -(((words >> 4) + 0.5) * 2.0**-28).log() / 16
-    others = -((_philox(seed, position, num, OTHERS_STREAM) + 0.5) * 2.0**-32).log()
+    least = -(((words >> 4).double() + 0.5) * 2.0**-28).log() / 16
+    others = _philox(seed, position, num, OTHERS_STREAM).double()
+    others = -((others + 0.5) * 2.0**-32).log()
     has_least = words % 16 == token // 16 % 16
     return -torch.where(has_least, least, least + others).log()
 
