@@ -172,7 +172,7 @@ def _check_kept(layers: Sequence[int], caches: Sequence[Tensor], num_layers: int
     is_pair = isinstance(caches, (list, tuple)) and len(caches) in (0, 2)
     if not is_pair or not all(isinstance(cache, Tensor) for cache in caches):
         raise ValueError(f"kept_caches: expected two caches or none, got {caches!r:.60}")
-    if bool(layers) != bool(caches):
+    if (len(layers) > 0) != (len(caches) > 0):
         empty, other = ("kept_caches", "layers") if layers else ("kept_layers", "caches")
         raise ValueError(f"{empty}: got none, but kept_{other} are given")
 
