@@ -79,7 +79,8 @@ class Tree:
     def _rebuilt(self, mutation: Mutation, source: Path, times: os.stat_result) -> bool:
         """With the source's old time, only the object that is missing is compiled."""
         os.utime(source, ns=(times.st_atime_ns, times.st_mtime_ns))
-        (built,) = self.folder.glob(f"build/*/objects/{object_of(mutation)}")
+        of_each_torch = self.folder.glob(f"build/*/objects/{object_of(mutation)}")
+        built = max(of_each_torch, key=lambda path: path.stat().st_mtime)
         libraries = self.folder.rglob("_cpu.abi3.so")  # one beside the objects, one in its package
         kept = [(path, path.with_suffix(".kept")) for path in (built, *libraries)]
         for path, copy in kept:
