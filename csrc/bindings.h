@@ -40,18 +40,22 @@ inline bool has_shape(const Tensor& tensor, std::initializer_list<int64_t> shape
   return true;
 }
 
-// Caches of keys and values whose last two dimensions are contiguous.
+// Caches of keys and values whose last two dimensions are contiguous. The strides of a dimension of
+// one do not matter: no kernel multiplies them by anything but 0.
 inline void require_caches(const Tensor& key_cache, const Tensor& value_cache, int64_t rank = 4) {
   require(key_cache.dim() == rank && value_cache.dim() == rank);
+  const auto has_stride = [&](int64_t dim, int64_t stride) {
+    return key_cache.size(dim) <= 1 || key_cache.stride(dim) == stride;
+  };
   for (int64_t dim = 0; dim < rank; ++dim) {
     require(dim < rank - 3 || key_cache.size(dim) > 0);
     require(value_cache.size(dim) == key_cache.size(dim));
-    require(value_cache.stride(dim) == key_cache.stride(dim));
+    require(has_stride(dim, value_cache.stride(dim)));
   }
   require(value_cache.scalar_type() == key_cache.scalar_type());
   require(value_cache.device() == key_cache.device());
-  require(key_cache.stride(rank - 2) == key_cache.size(rank - 1));
-  require(key_cache.stride(rank - 1) == 1);
+  require(has_stride(rank - 2, key_cache.size(rank - 1)));
+  require(has_stride(rank - 1, 1));
 }
 
 // torch's own conversion to std::string never frees the string that it makes (seen in 2.13), which

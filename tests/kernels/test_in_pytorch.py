@@ -95,3 +95,23 @@ def test_noise_of_the_reference_is_exact():
     noise = gumbel(torch.arange(3), torch.arange(3), 5000)
     assert noise.dtype == torch.float64
     assert (noise != noise.float()).double().mean() > 0.99
+
+
+@pytest.mark.parametrize(
+    ("op", "backend"), [pair for pair in WITH_BACKENDS if "key_cache" in CALLS[pair[0]]()]
+)
+def test_strides_of_a_dimension_of_one_do_not_matter(op, backend):
+    """Caches of one KV head may be permuted, and have the strides of another layout."""
+    given = call_of(op)
+    names = [name for name in ("key", "value", "key_cache", "value_cache") if name in given]
+    given |= {name: given[name][..., :1, :].contiguous() for name in names}
+    odd = {name: tensor.clone() for name, tensor in given.items() if name.endswith("_cache")}
+    sizes, (block, slot, _, _) = odd["key_cache"].shape, odd["key_cache"].stride()
+    odd["key_cache"] = odd["key_cache"].as_strided(sizes, (block, slot, 999, 1))
+    odd["value_cache"] = odd["value_cache"].as_strided(sizes, (block, slot, 7, 1))
+    function = getattr(fastspec_kernels, op)
+    expected, found = (
+        tensors_of([function(**each, backend=backend), each["key_cache"], each["value_cache"]])
+        for each in (given, given | odd)
+    )
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
