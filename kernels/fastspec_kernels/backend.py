@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from fastspec_kernels import library, reference
 from fastspec_kernels.checks import FLOAT8, check_choice
@@ -41,16 +42,8 @@ TRITON_OPS = frozenset(
 _CACHE_OPS = frozenset({"cross_attention", "decoder_layers", "store_kv", "tree_attention"})
 # Both are read once, because ops run thousands of times per second.
 _DEFAULT = os.environ.get("FASTSPEC_BACKEND", "auto")
-check_choice("FASTSPEC_BACKEND", _DEFAULT, ("auto", *BACKENDS))
 _TRITON_INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
-
-
-def implementation(op: str, requested: str, device: torch.device) -> Callable:
-    """Return the function that runs `op` on `device`; all have the reference's arguments."""
-    name = resolve(op, requested, device)
-    if name == "reference":
-        return getattr(reference, op)
-    return getattr(_triton_kernels() if name == "triton" else torch.ops.fastspec, op)
+check_choice("FASTSPEC_BACKEND", _DEFAULT, ("auto", *BACKENDS))
 
 
 def run_checked(
@@ -63,14 +56,20 @@ def run_checked(
     """
     try:
         name = resolve(op, requested, tensor.device, tensor.dtype)
-        if name == tensor.device.type:
-            return getattr(torch.ops.fastspec, op).default(*arguments)
+        is_compiled = name == tensor.device.type
+        if is_compiled:
+            out = getattr(torch.ops.fastspec, op).default(*arguments)
     except (AttributeError, RuntimeError, ValueError):
         check()
         raise
-    check()
-    with torch.no_grad():  # no kernel is differentiable, and a cache may be a leaf
-        return implementation(op, name, tensor.device)(*arguments)
+    if not is_compiled:
+        check()
+        run = getattr(reference if name == "reference" else _triton_kernels(), op)
+        with torch.no_grad():  # no kernel is differentiable, and a cache may be a leaf
+            out = run(*arguments)
+    for place in library.WRITTEN[op]:  # only torch's own ops tell autograd by themselves
+        increment_version(arguments[place])
+    return out
 
 
 def resolve(op: str, requested: str, device: torch.device, dtype: torch.dtype | None = None) -> str:
@@ -115,7 +114,7 @@ def backend_of(op: str, device: torch.device | str, backend: str = "auto") -> st
     Raises:
         ValueError: there is no such op or backend.
     """
-    check_choice("op", op, library.OPS)
+    check_choice("op", op, tuple(reference.__all__))
     check_choice("backend", backend, ("auto", *BACKENDS))
     try:
         return resolve(op, backend, torch.device(device))

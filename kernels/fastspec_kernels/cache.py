@@ -2,7 +2,6 @@
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from fastspec_kernels.backend import run_checked
 from fastspec_kernels.checks import (
@@ -73,7 +72,6 @@ def store_kv(
         check_slots(slot_mapping, key_cache)
 
     run_checked("store_kv", backend, key_cache, (*tensors, *options), check)
-    increment_version((key_cache, value_cache))
 
 
 def compact_kv(
@@ -120,7 +118,6 @@ def compact_kv(
         _check_moves(key_caches, block_table, prefix_lens, path, accepted_len)
 
     run_checked("compact_kv", backend, key_caches, tensors, check)
-    increment_version((key_caches, value_caches))
 
 
 def _check_tensors(

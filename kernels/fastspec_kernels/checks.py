@@ -236,15 +236,14 @@ def check_caches(
         raise ValueError(f"{name}: every block needs at least one value, shape {list(shape)}")
     check_tensor(names[1], value_cache, shape, (key_cache.dtype,), key_cache.device)
     strides, others = key_cache.stride(), value_cache.stride()
-    dense = (*strides[:-2], shape[-1], 1)
-    if not _same_strides(shape, strides, dense):
+    if not _same_strides(shape[-2:], strides[-2:], (shape[-1], 1)):
         raise ValueError(f"{name}: the last two dimensions must be contiguous, strides {strides}")
     if not _same_strides(shape, strides, others):
         raise ValueError(f"{names[1]}: expected the strides of {name}, {strides}, got {others}")
     return shape[-2], shape[-1]
 
 
-def _same_strides(shape: tuple[int, ...], strides: tuple[int, ...], others: tuple) -> bool:
+def _same_strides(shape: tuple, strides: tuple, others: tuple) -> bool:
     """Whether strides are equal where they matter: in dimensions of more than one."""
     triples = zip(shape, strides, others, strict=True)
     return all(size <= 1 or stride == other for size, stride, other in triples)

@@ -5,7 +5,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from fastspec_kernels.attention import (
     check_attention,
@@ -150,9 +149,7 @@ def decoder_layers(
     arguments += (list(key_caches), list(value_caches), eps, norm_shift, activation, cos, sin)
     arguments += (embeddings, list(kept_layers), list(kept_caches), slot_mapping, *pages)
     arguments += (scale, sliding_window, softcap, ancestor_mask)
-    out = run_checked("decoder_layers", backend, cache, arguments, check)
-    increment_version((*key_caches, *value_caches, *kept_caches))
-    return out
+    return run_checked("decoder_layers", backend, cache, arguments, check)
 
 
 def _first_of(name: str, values: Sequence[Any], kind: type) -> Any:

@@ -67,6 +67,16 @@ for _op, _schema in zip(OPS, SCHEMAS, strict=True):
     # it with a warning.
     _library.impl(_op, torch.library.fallthrough_kernel, "Autograd")
 
+# The places of the arguments that an op writes, tensors or lists of them.
+WRITTEN = {
+    op: tuple(
+        place
+        for place, argument in enumerate(getattr(torch.ops.fastspec, op).default._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    for op in OPS
+}
+
 
 def use_instruction_set(name: str) -> None:
     """Make the CPU kernels use this path instead of the widest; for debugging."""
