@@ -348,6 +348,16 @@ MUTATIONS = [
         ("draft_logits[requests, rows] = -torch.inf", "pass"),
     ),
     *_of(
+        "kernels/fastspec_kernels/backend.py",
+        "tests/kernels/test_in_pytorch.py",
+        ("increment_version(arguments[place])", "pass"),
+    ),
+    *_of(
+        "kernels/fastspec_kernels/library.py",
+        "tests/kernels/test_in_pytorch.py",
+        ('_library.impl(_op, torch.library.fallthrough_kernel, "Autograd")', "pass"),
+    ),
+    *_of(
         "fastspec/drafters/suffix_first.py",
         "tests/engine/test_suffix_first.py",
         ("draft_logits = _with_point_masses(draft_logits, token_map, copied)", "pass"),
