@@ -55,21 +55,37 @@ def run_checked(
     `check` run, to say which argument is wrong.
     """
     try:
-        name = resolve(op, requested, tensor.device, tensor.dtype)
-        is_compiled = name == tensor.device.type
-        if is_compiled:
-            out = getattr(torch.ops.fastspec, op).default(*arguments)
-    except (AttributeError, RuntimeError, ValueError):
+        other = _other_backend(op, requested, tensor.device, tensor.dtype)
+        if other is None:
+            out = library.OVERLOADS[op](*arguments)
+    except (AttributeError, RuntimeError, TypeError, ValueError):
         check()
+        resolve(op, requested, tensor.device, tensor.dtype)  # a list as `backend`, say
         raise
-    if not is_compiled:
+    if other is not None:
         check()
-        run = getattr(reference if name == "reference" else _triton_kernels(), op)
+        run = getattr(reference if other == "reference" else _triton_kernels(), op)
         with torch.no_grad():  # no kernel is differentiable, and a cache may be a leaf
             out = run(*arguments)
     for place in library.WRITTEN[op]:  # only torch's own ops tell autograd by themselves
         increment_version(arguments[place])
     return out
+
+
+@torch.compiler.assume_constant_result
+def _other_backend(
+    op: str, requested: str, device: torch.device, dtype: torch.dtype
+) -> str | None:
+    """Return the backend that runs the op if it is not the compiled kernel of the device."""
+    return _resolved_once(op, requested, device, dtype)
+
+
+@cache
+def _resolved_once(
+    op: str, requested: str, device: torch.device, dtype: torch.dtype
+) -> str | None:
+    name = resolve(op, requested, device, dtype)
+    return None if name == device.type else name
 
 
 def resolve(op: str, requested: str, device: torch.device, dtype: torch.dtype | None = None) -> str:

@@ -55,7 +55,10 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def dense(tensor: Tensor) -> Tensor:
     """Return the values contiguous in memory; anything but a plain tensor is left to the checks."""
-    return tensor.contiguous() if isinstance(tensor, Tensor) and _is_plain(tensor) else tensor
+    is_tensor = isinstance(tensor, Tensor) and tensor.layout is torch.strided
+    if not is_tensor or tensor.is_contiguous():  # most calls end here
+        return tensor
+    return tensor.contiguous() if _is_plain(tensor) else tensor
 
 
 # A torch schema accepts a bool or a one-element tensor as a number, which kernels cannot detect.

@@ -67,14 +67,15 @@ for _op, _schema in zip(OPS, SCHEMAS, strict=True):
     # it with a warning.
     _library.impl(_op, torch.library.fallthrough_kernel, "Autograd")
 
+OVERLOADS = {op: getattr(torch.ops.fastspec, op).default for op in OPS}
 # The places of the arguments that an op writes, tensors or lists of them.
 WRITTEN = {
     op: tuple(
         place
-        for place, argument in enumerate(getattr(torch.ops.fastspec, op).default._schema.arguments)
+        for place, argument in enumerate(overload._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
-    for op in OPS
+    for op, overload in OVERLOADS.items()
 }
 
 

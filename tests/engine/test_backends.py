@@ -49,13 +49,13 @@ CASES = {
 def asked_for(monkeypatch):
     """The backends that ops were called with, by op."""
     asked = {}
-    resolve = backend.resolve
+    other_backend = backend._other_backend
 
     def noted(op, requested, *rest):
         asked.setdefault(op, set()).add(requested)
-        return resolve(op, requested, *rest)
+        return other_backend(op, requested, *rest)
 
-    monkeypatch.setattr(backend, "resolve", noted)
+    monkeypatch.setattr(backend, "_other_backend", noted)
     return asked
 
 

@@ -79,6 +79,13 @@ def test_who_asks_for_what_there_is_not_is_told_so():
         fastspec_kernels.backend_of("linear", "cpu", "gpu")
 
 
+@pytest.mark.parametrize("name", ["gpu", ["cpu"], {}, None, 1])
+def test_what_is_no_backend_is_refused_by_every_op(name):
+    logits = torch.zeros(1, 8)
+    with pytest.raises(ValueError, match=r"^backend: expected 'auto' or one of "):
+        fastspec_kernels.row_stats(logits, backend=name)
+
+
 def test_the_variable_is_checked_at_import():
     settings = os.environ | {"FASTSPEC_BACKEND": "gpu", "PYTHONPATH": str(KERNELS)}
     command = [sys.executable, "-c", "import fastspec_kernels"]
