@@ -56,7 +56,7 @@ class TuneOptions(Options):
     draft_bits: tuple[int, ...] | None = option(
         None,
         listed("numbers like 8,4", options_of(SpecConfig)["draft_bits"].kind),
-        "Comma-separated numbers of bits of a weight to try, with quantized and plain draft models:"
+        "Comma-separated numbers of bits of a weight to try, with quantized and draft models:"
         " 8, 4 or both.",
         metavar="N,...",
     )

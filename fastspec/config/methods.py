@@ -138,7 +138,7 @@ BUILT_IN = (
     Method(
         "glide",
         "a draft model that reads the target's cache",
-        _MODEL | _CHAIN,
+        _MODEL | _CHAIN | _BITS,
         needs_draft=True,
         reads_target="the target's cache",
         own_writer="the GLIDE draft",
@@ -162,7 +162,7 @@ BUILT_IN = (
     Method(
         "eagle3",
         "one layer that continues from the target's hidden states, as a chain or a tree",
-        _MODEL | _CHAIN | _TREE | _LOOKUP,
+        _MODEL | _CHAIN | _TREE | _LOOKUP | _BITS,
         needs_draft=True,
         reads_target="the target's hidden states",
         own_writer="the EAGLE-3 draft",

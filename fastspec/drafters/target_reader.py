@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-from fastspec.config.checks import refuse
 from fastspec.drafters.base import Drafter
 from fastspec.drafters.context import DrafterContext, DrafterPlan, Loader
 from fastspec.drafters.draft_model import DraftModelDrafter
@@ -61,8 +60,6 @@ class TargetReader(DraftModelDrafter):
             return given
         if isinstance(given, Drafter):
             raise ValueError(f"drafter: {cls.kind} needs a {cls.kind} model, got {given.name!r}")
-        why = f"packs plain draft models, not {cls.kind} drafts"
-        refuse("draft_bits", context.spec.bits_of_draft_model, why)
         model = context.load(given, load)
         if not isinstance(model.model, cls.model_class):
             raise ValueError(f"drafter: {cls.kind} needs a {cls.kind} model, got {model.name}")

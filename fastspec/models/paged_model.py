@@ -197,10 +197,13 @@ class PagedModel:
         if backend in ("auto", "cpu"):
             use_linear_kernels(self.model)
         self.cache_shapes = self._probe(layers)
+        bring = getattr(self.model, "flat_pass", None)  # of drafts that read their target
+        own_pass, own_layers = (bring and bring(backend, self.cache_dtype)) or (None, [])
         if weight_bits is not None:
-            quantize_linear_layers(self.model, layers, weight_bits, backend)
+            quantize_linear_layers(self.model, [*layers, *own_layers], weight_bits, backend)
         elif backend in ("auto", "cpu") and self.flat is None:
             use_mlp_kernels(self.model)
+        self.flat = own_pass or self.flat
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, rows: Tensor | None, step: PagedStep

@@ -62,17 +62,20 @@ def quantize_linear_layers(
 
 
 def _check_share(model: PreTrainedModel, linear: Sequence[Any], bits: int) -> None:
-    """Warn if most weights are not in linear layers; ValueError if none are."""
-    total = sum(weight.numel() for weight in model.parameters())
-    share = sum(module.weight.numel() for module in linear) / max(total, 1)
+    """Warn if most weights that a pass reads are not in linear layers; ValueError if none are."""
     if not linear:
         name = type(model).__name__
         raise ValueError(f"draft_bits: {name} has no plain linear layers to quantize")
-    if share < 0.5:
+    # Of embeddings that are not the head as well, a pass reads a few rows.
+    looked_up = {part.weight for part in model.modules() if type(part) is nn.Embedding}
+    packed = {module.weight for module in linear}
+    others = {*model.parameters()} - looked_up - packed
+    size, rest = (sum(weight.numel() for weight in part) for part in (packed, others))
+    if size < rest:
         logger.warning(
             "draft_bits: only %.0f %% of the weights of %s are in linear layers, which draft with"
             " %d bits; the rest, such as fused experts, is read in full",
-            100 * share,
+            100 * size / (size + rest),
             type(model).__name__,
             bits,
         )

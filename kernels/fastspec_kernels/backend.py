@@ -73,17 +73,13 @@ def run_checked(
 
 
 @torch.compiler.assume_constant_result
-def _other_backend(
-    op: str, requested: str, device: torch.device, dtype: torch.dtype
-) -> str | None:
+def _other_backend(op: str, requested: str, device: torch.device, dtype: torch.dtype) -> str | None:
     """Return the backend that runs the op if it is not the compiled kernel of the device."""
     return _resolved_once(op, requested, device, dtype)
 
 
 @cache
-def _resolved_once(
-    op: str, requested: str, device: torch.device, dtype: torch.dtype
-) -> str | None:
+def _resolved_once(op: str, requested: str, device: torch.device, dtype: torch.dtype) -> str | None:
     name = resolve(op, requested, device, dtype)
     return None if name == device.type else name
 

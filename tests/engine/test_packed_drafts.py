@@ -1,13 +1,16 @@
 """Draft models with weights of 4 or 8 bits: same output, and drafts near those they would give."""
 
 import pytest
+import torch
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec.drafters import PromptLookupDrafter
+from fastspec.models.layout import Span
 from fastspec_kernels.testing import chi_square
 
 from ..models import perturbed, random_model, random_t5
-from .eagle3_models import write_folder
+from .eagle1_models import write_folder as write_eagle1
+from .eagle3_models import write_folder as write_eagle3
 from .glide_models import often_right
 from .helpers import (
     ALPHA,
@@ -17,7 +20,7 @@ from .helpers import (
     hugging_face_greedy,
     small_model,
 )
-from .probes import draft_model_of
+from .probes import draft_model_of, runners_of, target_runner
 
 PROMPTS = [[1, 2, 3], list(range(5, 22)), [40, 7] * 17, [9]]
 GREEDY = SamplingParams(temperature=0, max_tokens=28, ignore_eos=True)
@@ -77,17 +80,74 @@ def test_a_draft_that_is_enabled_later_is_packed_too():
     assert 0.2 < engine.stats.acceptance_rate < 1.0
 
 
+def of_eagle3(folder, target):
+    write_eagle3(folder, target, num_known=60)
+    return folder
+
+
+def of_eagle1(folder, target):
+    write_eagle1(folder, target)
+    return folder
+
+
+READERS = {
+    "eagle3": (of_eagle3, "eagle3", {}),
+    "eagle3 tree": (of_eagle3, "eagle3", {"tree_nodes": 5}),
+    "eagle1": (of_eagle1, "eagle3", {"suffix_tokens": 6}),
+    "glide": (lambda folder, target: often_right(target), "glide", {}),
+}
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("case", READERS)
+def test_drafts_that_read_their_target_are_packed_as_a_whole(case, bits, tmp_path):
+    make, method, options = READERS[case]
+    target = random_model("llama", num_hidden_layers=6)
+    draft = make(tmp_path / "draft", target)
+    expected = [hugging_face_greedy(target, prompt, GREEDY.max_tokens) for prompt in PROMPTS]
+    spec = SpecConfig(method, 3, draft_bits=bits, **options)
+    engine = Engine(target, draft, spec=spec, config=EngineConfig(max_batch_size=3))
+    outputs = engine.generate(PROMPTS, GREEDY)
+    assert [output.token_ids for output in outputs] == expected
+    assert engine.stats.num_drafts > 0
+
+
+@pytest.mark.parametrize("case", ["eagle3", "eagle1", "glide"])
+@torch.inference_mode()
+def test_packed_drafts_of_readers_are_near_those_of_their_weights(case, tmp_path):
+    """And none of its own weights is read, which are NaN by then."""
+    make, method, _ = READERS[case]
+    target = random_model("llama", num_hidden_layers=6)
+    draft = make(tmp_path / "draft", target)
+    logits = {}
+    for bits in (None, 8):
+        engine = Engine(target, draft, spec=SpecConfig(method, 3, draft_bits=bits))
+        target_runner(engine).prefill([[*range(19)]], [Span([*range(8)], 0, 19)])
+        _, reader = runners_of(engine)
+        if bits is not None:
+            for module in reader.paged_model.model.modules():
+                if type(module) is torch.nn.Linear:
+                    module.weight.fill_(torch.nan)
+        reader.prefill([[*range(19)]], [Span([*range(8)], 0, 19, target_len=19)])
+        span = Span([*range(8)], 19, 3, target_len=19)
+        logits[bits] = reader.forward(torch.tensor([60, 61, 62]), [span])
+    packed, plain = logits[8], logits[None]
+    known = plain.isfinite()
+    assert torch.equal(known, packed.isfinite())
+    error = (packed - plain)[known].norm() / plain[known].norm()
+    assert 1e-5 < error < 0.05
+
+
 def test_what_cannot_be_packed_is_refused(tmp_path):
     target = random_model("llama", num_hidden_layers=6)
-    write_folder(eagle := tmp_path / "eagle", target)
     glide = often_right(target)
-    for draft, kind in ((eagle, "EAGLE"), (glide, "GLIDE")):
-        for spec in ({"draft_bits": 8}, SpecConfig("tree", draft_bits=8)):
-            named = rf"^draft_bits: packs plain draft models, not {kind} drafts, got 8"
-            with pytest.raises(ValueError, match=named):
-                Engine(target, draft, spec=spec)
-    with pytest.raises(ValueError, match=r"^draft_bits: not for method 'eagle3', got 8"):
-        SpecConfig("eagle3", draft_bits=8)
+    on_gpus = EngineConfig(backend="triton")
+    for draft, method in ((of_eagle3(tmp_path / "eagle", target), "eagle3"), (glide, "glide")):
+        spec = SpecConfig(method, draft_bits=8)
+        with pytest.raises(ValueError, match=r"^draft_bits: has kernels for CPUs only, .*triton"):
+            Engine(target, draft, spec=spec, config=on_gpus)
+    with pytest.raises(ValueError, match=r"^draft_bits: not for method 'early_exit', got 8"):
+        SpecConfig("early_exit", exit_layer=2, draft_bits=8)
     with pytest.raises(ValueError, match=r"^drafter: draft_bits \(method 'quantized' copies"):
         Engine(target, spec={"draft_bits": 8})
     with pytest.raises(ValueError, match=r"^draft_bits: not with a Drafter object"):

@@ -130,8 +130,8 @@ def test_wrong_options():
         spec_of(5)
     with pytest.raises(ValueError, match=r"^draft_bits: expected 4 or 8, got True"):
         spec_of(True)
-    with pytest.raises(ValueError, match=r"^draft_bits: not for method 'eagle3'"):
-        SpecConfig("eagle3", draft_bits=8)
+    with pytest.raises(ValueError, match=r"^draft_bits: not for method 'early_exit'"):
+        SpecConfig("early_exit", exit_layer=1, draft_bits=8)
     with pytest.raises(ValueError, match=r"^drafter: method 'quantized' does not take one"):
         Engine(random_model(), random_model(), spec=spec_of())
     with pytest.raises(ValueError, match=r"^method: 'quantized' reads the target's weights"):

@@ -11,10 +11,9 @@ from torch import Tensor
 from fastspec.drafters.base import Drafter, Request
 from fastspec.drafters.context import DrafterContext, DrafterPlan
 from fastspec.drafters.eagle3.loading import load_eagle
-from fastspec.drafters.eagle3.model import Eagle1Draft, EagleDraft, FlatEagle3, PagedStates
+from fastspec.drafters.eagle3.model import Eagle1Draft, EagleDraft, PagedStates
 from fastspec.drafters.target_reader import TargetReader
 from fastspec.models.blocks import Blocks
-from fastspec.models.flat import has_layer_kernels
 from fastspec.models.layout import KVCache, PagedStep, Span, packed
 from fastspec.models.paged_model import PagedModel
 from fastspec.models.runner import ModelRunner
@@ -42,11 +41,6 @@ class EagleRunner(ModelRunner):
         size = paged_model.model.config.hidden_size
         shape = num_blocks * block_size + 1, size  # the last for rows without a slot, -1
         self._own = torch.zeros(shape, dtype=paged_model.dtype, device=self.device)
-        same_type = self.caches[0][0].dtype == paged_model.dtype  # the op takes no 8-bit caches
-        if same_type and has_layer_kernels(self.device, paged_model.backend):
-            weights = paged_model.model.midlayer.weights()
-            if weights is not None:
-                paged_model.flat = FlatEagle3(paged_model.model, weights).forward
 
     def forward(
         self,

@@ -16,7 +16,13 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from fastspec.config.checks import require
-from fastspec.models.flat import FlatLayer, linear_weights, run_layers
+from fastspec.models.flat import (
+    FlatLayer,
+    FlatPass,
+    has_layer_kernels,
+    linear_weights,
+    run_layers,
+)
 from fastspec.models.layout import LAST_STATE, KVCache, PagedStep
 from fastspec.models.reduced_vocabulary import ReducedHead
 from fastspec.models.rotary import RotaryTable
@@ -262,6 +268,18 @@ class Eagle3Draft(EagleDraft):
         self.embed_tokens = nn.Embedding.from_pretrained(embeddings.detach())
         self.lm_head = ReducedHead(head, token_ids, vocab_size)
 
+    def flat_pass(
+        self, backend: str, cache_dtype: torch.dtype
+    ) -> tuple[FlatPass, list[FlatLayer]] | None:
+        """Return the pass without modules, and the layer that it runs by `decoder_layers`; None if
+        the backend or the layer does not support it."""
+        has_kernels = has_layer_kernels(self.device, backend) and cache_dtype == self.dtype
+        weights = self.midlayer.weights() if has_kernels else None
+        if weights is None:
+            return None
+        flat = FlatEagle3(self, weights)
+        return flat.forward, [flat.layer]
+
     def fuse(self, states: Tensor) -> Tensor:
         return self.fc(states)
 
@@ -323,7 +341,7 @@ class FlatEagle3:
     def __init__(self, draft: Eagle3Draft, weights: LayerWeights):
         layer = draft.midlayer
         options = {"eps": layer.hidden_norm.variance_epsilon, "scale": layer.self_attn.scaling}
-        self._draft, self._layer = draft, FlatLayer(layer, 0, weights, options)
+        self._draft, self.layer = draft, FlatLayer(layer, 0, weights, options)
         self._table = RotaryTable(draft.rotary_emb)
 
     def forward(
@@ -332,7 +350,7 @@ class FlatEagle3:
         draft, states = self._draft, cast(PagedStates, step.target_view)
         embeddings = draft.midlayer.input_layernorm(draft.embed_tokens(input_ids)).float()
         read, factors = states.read(draft.fc)[0].float(), self._table.factors(positions)
-        hidden = run_layers([self._layer], read, *factors, step, embeddings).to(draft.dtype)
+        hidden = run_layers([self.layer], read, *factors, step, embeddings).to(draft.dtype)
         states.keep(hidden[None])
         hidden = hidden if rows is None else hidden[rows]
         return draft.lm_head(draft.norm(hidden))

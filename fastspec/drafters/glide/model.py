@@ -3,6 +3,7 @@
 from copy import deepcopy
 from typing import Any, ClassVar, Protocol
 
+import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import (
@@ -10,6 +11,12 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
     rotate_half,
 )
+
+from fastspec.models.flat import FlatPass, has_layer_kernels
+from fastspec.models.layout import PagedStep
+from fastspec.models.paged_model import paged_attention
+from fastspec.models.rotary import RotaryTable
+from fastspec.models.twin import is_plain
 
 
 class GlideLlamaConfig(LlamaConfig):
@@ -151,6 +158,14 @@ class GlideLlamaForCausalLM(LlamaForCausalLM):
         )
         self.post_init()
 
+    def flat_pass(self, backend: str, cache_dtype: torch.dtype) -> tuple[FlatPass, list] | None:
+        """Return the pass without the model's own code, whose layers stay modules (none in the
+        list); None if the device or a module does not support it."""
+        on_cpu = self.device.type == "cpu" and has_layer_kernels(self.device, backend)
+        if not on_cpu or not all(map(is_plain, self.modules())):
+            return None
+        return FlatGlide(self).forward, []
+
     @property
     def numbers_read(self) -> int:
         """Numbers read from the target's cache for each token in it."""
@@ -158,6 +173,82 @@ class GlideLlamaForCausalLM(LlamaForCausalLM):
         return (
             2 * config.num_hidden_layers * config.large_num_key_value_heads * config.large_head_dim
         )
+
+
+class FlatGlide:
+    """Runs passes of few tokens on a CPU, see `PagedModel.flat`: only the modules of the layers,
+    without transformers' code around them, which takes longer than they do.
+
+    Args:
+        draft: the twin to run, whose modules use our kernels.
+    """
+
+    def __init__(self, draft: GlideLlamaForCausalLM):
+        self._draft, base = draft, draft.model
+        self._table = RotaryTable(base.rotary_emb)
+        layers: Any = base.layers
+        rotations = (layer.cross_attn.rotary_emb for layer in layers)
+        # Each layer, and the rotation of its queries if the target's head size differs.
+        self._layers = [(a, b and RotaryTable(b)) for a, b in zip(layers, rotations, strict=True)]
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, rows: Tensor | None, step: PagedStep
+    ) -> Tensor:
+        """See `PagedModel.forward`."""
+        base = self._draft.model
+        hidden = base.embed_tokens(input_ids)
+        factors = _factors(self._table, positions)
+        for layer, table in self._layers:
+            hidden = hidden + _attend(layer, layer.input_layernorm(hidden), factors, step)
+            if step.target_view is not None:
+                crossing = factors if table is None else _factors(table, positions)
+                hidden = hidden + _cross(layer, hidden, crossing, step.target_view)
+            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        hidden = hidden if rows is None else hidden[rows]
+        return self._draft.lm_head(base.norm(hidden))
+
+
+def _factors(table: RotaryTable, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cos and sin [T, 1, D] float32, for `_rotated`."""
+    cos, sin = table.factors(positions)
+    first, second = sin.chunk(2, dim=-1)
+    return cos[:, None], torch.cat((-first, second), dim=-1)[:, None]
+
+
+def _rotated(states: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+    """Return states [T, H, D] rotated, pairing the two halves of each head."""
+    turned = states * cos + states.roll(states.shape[-1] // 2, dims=-1) * signed_sin
+    return turned.to(states.dtype)
+
+
+def _attend(
+    layer: GlideDecoderLayer, normed: Tensor, factors: tuple[Tensor, Tensor], step: PagedStep
+) -> Tensor:
+    """Compute self-attention of rows [T, E], and store their keys and values."""
+    part = layer.self_attn
+    query, key, value = (
+        project(normed).unflatten(-1, (-1, part.head_dim))
+        for project in (part.q_proj, part.k_proj, part.v_proj)
+    )
+    query, key, value = (
+        states.transpose(0, 1)[None]
+        for states in (_rotated(query, *factors), _rotated(key, *factors), value)
+    )
+    out, _ = paged_attention(part, query, key, value, None, part.scaling, paged_step=step)
+    return part.o_proj(out[0].flatten(1))
+
+
+def _cross(
+    layer: GlideDecoderLayer,
+    hidden: Tensor,
+    factors: tuple[Tensor, Tensor],
+    glimpse: Glimpse,
+) -> Tensor:
+    """Compute cross-attention of rows [T, E] to the target."""
+    part = layer.cross_attn
+    query = _rotated(part.q_proj(hidden).unflatten(-1, (-1, part.head_dim)), *factors)
+    seen = glimpse.attend(part.layer_idx, query.transpose(0, 1)[None])
+    return part.o_proj(seen[0].flatten(1))
 
 
 AutoConfig.register(GlideLlamaConfig.model_type, GlideLlamaConfig, exist_ok=True)

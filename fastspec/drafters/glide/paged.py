@@ -1,19 +1,15 @@
 """Paged glimpses: a GLIDE draft's passes read the target's pages without copying them."""
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from fastspec.drafters.glide.model import GlideDecoderLayer, GlideLlamaForCausalLM
-from fastspec.models.flat import has_layer_kernels
 from fastspec.models.layout import KVCache, PagedStep, Span
-from fastspec.models.paged_model import PagedModel, paged_attention
-from fastspec.models.rotary import RotaryTable
+from fastspec.models.paged_model import PagedModel
 from fastspec.models.runner import ModelRunner
 from fastspec.models.transfer import device_tensor
-from fastspec.models.twin import is_plain
 from fastspec_kernels import cross_attention, tree_attention
 
 
@@ -53,82 +49,6 @@ class PagedGlimpse:
         return cast(Tensor, out)[None].to(query.dtype)
 
 
-class FlatGlide:
-    """Runs passes of few tokens on a CPU, see `PagedModel.flat`: only the modules of the layers,
-    without transformers' code around them, which takes longer than they do.
-
-    Args:
-        draft: the twin to run, whose modules use our kernels.
-    """
-
-    def __init__(self, draft: GlideLlamaForCausalLM):
-        self._draft, base = draft, draft.model
-        self._table = RotaryTable(base.rotary_emb)
-        layers: Any = base.layers
-        rotations = (layer.cross_attn.rotary_emb for layer in layers)
-        # Each layer, and the rotation of its queries if the target's head size differs.
-        self._layers = [(a, b and RotaryTable(b)) for a, b in zip(layers, rotations, strict=True)]
-
-    def forward(
-        self, input_ids: Tensor, positions: Tensor, rows: Tensor | None, step: PagedStep
-    ) -> Tensor:
-        """See `PagedModel.forward`."""
-        base = self._draft.model
-        hidden = base.embed_tokens(input_ids)
-        factors = _factors(self._table, positions)
-        for layer, table in self._layers:
-            hidden = hidden + _attend(layer, layer.input_layernorm(hidden), factors, step)
-            if step.target_view is not None:
-                crossing = factors if table is None else _factors(table, positions)
-                hidden = hidden + _cross(layer, hidden, crossing, step.target_view)
-            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-        hidden = hidden if rows is None else hidden[rows]
-        return self._draft.lm_head(base.norm(hidden))
-
-
-def _factors(table: RotaryTable, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cos and sin [T, 1, D] float32, for `_rotated`."""
-    cos, sin = table.factors(positions)
-    first, second = sin.chunk(2, dim=-1)
-    return cos[:, None], torch.cat((-first, second), dim=-1)[:, None]
-
-
-def _rotated(states: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-    """Return states [T, H, D] rotated, pairing the two halves of each head."""
-    turned = states * cos + states.roll(states.shape[-1] // 2, dims=-1) * signed_sin
-    return turned.to(states.dtype)
-
-
-def _attend(
-    layer: GlideDecoderLayer, normed: Tensor, factors: tuple[Tensor, Tensor], step: PagedStep
-) -> Tensor:
-    """Compute self-attention of rows [T, E], and store their keys and values."""
-    part = layer.self_attn
-    query, key, value = (
-        project(normed).unflatten(-1, (-1, part.head_dim))
-        for project in (part.q_proj, part.k_proj, part.v_proj)
-    )
-    query, key, value = (
-        states.transpose(0, 1)[None]
-        for states in (_rotated(query, *factors), _rotated(key, *factors), value)
-    )
-    out, _ = paged_attention(part, query, key, value, None, part.scaling, paged_step=step)
-    return part.o_proj(out[0].flatten(1))
-
-
-def _cross(
-    layer: GlideDecoderLayer,
-    hidden: Tensor,
-    factors: tuple[Tensor, Tensor],
-    glimpse: PagedGlimpse,
-) -> Tensor:
-    """Compute cross-attention of rows [T, E] to the target."""
-    part = layer.cross_attn
-    query = _rotated(part.q_proj(hidden).unflatten(-1, (-1, part.head_dim)), *factors)
-    seen = glimpse.attend(part.layer_idx, query.transpose(0, 1)[None])
-    return part.o_proj(seen[0].flatten(1))
-
-
 class GlideRunner(ModelRunner):
     """Runs a GLIDE draft over its own pages and, in cross-attention, the target's.
 
@@ -147,10 +67,6 @@ class GlideRunner(ModelRunner):
     ):
         self._target_caches = target_caches
         super().__init__(paged_model, num_blocks, block_size, chunk_size, cuda_graphs)
-        draft = paged_model.model
-        on_cpu = self.device.type == "cpu" and has_layer_kernels(self.device, paged_model.backend)
-        if on_cpu and all(map(is_plain, draft.modules())):
-            paged_model.flat = FlatGlide(draft).forward
 
     def _step(self, spans: list[Span], rows: list[int], parents: Tensor | None = None) -> PagedStep:
         step = super()._step(spans, rows)
