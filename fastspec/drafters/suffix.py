@@ -44,15 +44,17 @@ class SuffixIndex:
         return len(self._token_ids)
 
     def add(self, token_ids: Iterable[int]) -> None:
-        """Append tokens to the text."""
+        """Append tokens to the text; an interrupt leaves a beginning of them."""
         known = self._token_ids
         last = known[-1] if known else _NO_TOKEN
         (after_one, after_two), (latest_one, latest_two) = self._earlier, self._latest
+        for links in self._earlier:
+            del links[len(known) :]  # of a token that an interrupt kept out
         for token in token_ids:
-            known.append(token)
             pair, last = _pair(last, token), token
             after_one.append(latest_one.get(token, 0))
             after_two.append(latest_two.get(pair, 0))
+            known.append(token)
             latest_one[token] = latest_two[pair] = len(known)
 
     def end(self, num: int) -> array:
@@ -214,6 +216,8 @@ class SuffixDrafter:
         least_match: int = 1,
     ) -> Draft:
         """Draft what may follow a request's text: up to max_nodes, on paths of up to `depth`."""
+        if depth == 0:  # perhaps of another drafter, so that its text is not to be kept
+            return Draft()
         own = self._own.get(request)
         if own is None:
             own = self._own[request] = SuffixIndex()

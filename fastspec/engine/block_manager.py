@@ -40,9 +40,12 @@ class BlockManager(Blocks):
 
     def find(self, request: EngineRequest) -> Match:
         """Find a request's cached tokens, without the last one, whose logits are needed."""
-        is_shared = self.prefix_caching or request.root is not None
-        if not is_shared or request.lacks_prompt_logprobs:
+        if not (self.prefix_caching or request.root is not None):
             return Match([], None)
+        if request.lacks_prompt_logprobs:  # it reads all blocks itself, and others wait for them
+            return Match(
+                [], self._index.next_key(request.contents, request.token_ids, request.root)
+            )
         return self._index.find(request.token_ids, request.root)
 
     def admit(self, request: EngineRequest, match: Match, num_tokens: int) -> bool:

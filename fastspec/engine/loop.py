@@ -198,9 +198,10 @@ class Loop:
         verdicts: list[Verdict],
     ) -> None:
         """Append the tokens of each verdict, notify drafter and schedule, and update counters."""
+        ends: list[tuple] = []  # arguments of `_end`
         for index, (request, verdict) in enumerate(zip(running, verdicts, strict=True)):
             if verdict.accepted_len < 0:
-                self._end(request, "error", *_failure_of(request))
+                ends.append((request, "error", *_failure_of(request)))
                 continue
             writers: Sequence[str] = [speculation.drafter.name] * verdict.accepted_len
             if proposal.writers is not None:
@@ -211,41 +212,41 @@ class Loop:
                 writer, paths = proposal.branch
                 shared = common_prefix_len(paths[index], verdict.output_ids[: len(writers)])
                 writers = [writer] * shared + list(writers[shared:])
-            try:
-                kept, finish_reason = self._append(request, verdict, writers)
-            except Exception as error:  # the tokenizer's, or a grammar's: the others go on
-                request.give_up_text()
-                self._end(request, "error", f"its text cannot be continued: {error!r}")
-                continue
-            verified = kept if kept <= verdict.accepted_len else verdict.num_draft_tokens
+            kept, *end = self._append(request, verdict, writers)
+            proposed = kept if kept <= verdict.accepted_len else verdict.num_draft_tokens
             accepted = min(kept, verdict.accepted_len)
             passes = proposal.passes[index] if proposal.passes else None
             for stats in (self.stats, request.stats):
-                stats.record_step(verified, accepted, kept, passes)
-            if finish_reason is not None:
-                self._end(request, finish_reason)
+                stats.record_step(proposed, accepted, kept, passes)
+            if end:
+                ends.append((request, *end))
             drafts = batch.own_limits is None or batch.own_limits[index] > 0
             if speculation.schedule is not None and drafts:
                 wanted = (proposal.num_asked or batch.num_draft_tokens)[index]
                 if wanted is not None:
-                    speculation.record(request, Step(wanted, verified, accepted))
-        speculation.commit(batch, [max(verdict.accepted_len, 0) for verdict in verdicts])
+                    speculation.record(request, Step(wanted, proposed, accepted))
+        try:
+            speculation.commit(batch, [max(verdict.accepted_len, 0) for verdict in verdicts])
+        finally:  # last, so that the drafter is not told of requests after their release
+            for end in ends:
+                self._end(*end)
 
-    def _append(
-        self, request: EngineRequest, verdict: Verdict, writers: Sequence[str]
-    ) -> tuple[int, str | None]:
-        """Append a verdict's tokens until the request ends; return their number, and the reason."""
+    def _append(self, request: EngineRequest, verdict: Verdict, writers: Sequence[str]) -> tuple:
+        """Append a verdict's tokens until the request ends; return their number, and how it ends
+        if it does: the reason, and the error if there is one."""
         events = self.inboxes.get(request.public_id, self.events)
         logprobs = verdict.logprobs if request.params.logprobs is not None else None
-        finish_reason = None
-        kept = 0
         for index, token_id in enumerate(verdict.output_ids):
             is_draft = index < verdict.accepted_len
             source, writer = ("draft", writers[index]) if is_draft else (verdict.extra_source, None)
             logprob = logprobs[index] if logprobs else None
             top = verdict.top_logprobs[index] if verdict.top_logprobs else None
             request.is_torn = True
-            finish_reason = request.append(token_id, source, writer, logprob, top)
+            try:
+                finish_reason = request.append(token_id, source, writer, logprob, top)
+            except Exception as error:  # the tokenizer's, or a grammar's: the others go on
+                request.give_up_text()
+                return index, "error", f"its text cannot be continued: {error!r}"
             text = request.detokenizer.take() if request.detokenizer is not None else ""
             tree = verdict if verdict.parents and index == 0 else None
             event = StreamEvent(
@@ -261,12 +262,11 @@ class Loop:
                 prompt_index=request.prompt_index,
             )
             events.append(event)
-            request.is_torn = False
-            kept += 1
+            request.num_cached = len(request.token_ids) - 1
             if finish_reason is not None:
-                break
-        request.num_cached = len(request.token_ids) - 1
-        return kept, finish_reason
+                return index + 1, finish_reason
+            request.is_torn = False
+        return (len(verdict.output_ids),)
 
     def _end(
         self,

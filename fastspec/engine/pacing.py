@@ -92,7 +92,11 @@ class Pacer:
         params = SamplingParams(temperature=0.0, seed=0, max_tokens=num_speculative_tokens + 1)
         requests: list[EngineRequest] = []
         for index in range(most):
-            (request,) = self.factory.build([0, 0], params, f"step-costs-{index}")
+            try:
+                (request,) = self.factory.build([0, 0], params, f"step-costs-{index}")
+            except ValueError as error:
+                what = "'adaptive' must measure steps, which max_model_len leaves no room for"
+                raise ValueError(f"schedule: {what}; pass step_costs") from error
             length = len(request.token_ids) + num_speculative_tokens
             if not self.block_manager.reserve(request.block_table, length):
                 break

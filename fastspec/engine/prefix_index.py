@@ -55,13 +55,21 @@ class PrefixIndex:
         Texts that start from a root of their own are found only from that root.
         """
         contents: list[Content] = []
-        for number in range((len(token_ids) - 1) // self._block_size):
-            key = self.key(contents, token_ids, number, root)
+        while (key := self.next_key(contents, token_ids, root)) is not None:
             content = self._contents.get(key)
             if content is None or content.block_id is None:
-                return Match(contents, key)
+                break
             contents.append(content)
-        return Match(contents, None)
+        return Match(contents, key)
+
+    def next_key(
+        self, contents: list[Content], token_ids: list[int], root: Content | None = None
+    ) -> ContentKey | None:
+        """Return the key of the block that follows `contents`; None if it holds the last token."""
+        number = len(contents)
+        if number >= (len(token_ids) - 1) // self._block_size:
+            return None
+        return self.key(contents, token_ids, number, root)
 
     def key(
         self,

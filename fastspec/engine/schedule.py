@@ -200,7 +200,7 @@ def _change_length(pace: _Pace, step: Step) -> None:
     pace.learn(step)
     gains = _speed_ups([pace.rate()], pace.costs)
     if max(gains) < _GAIN_TO_STAY:
-        pace.length = 0
+        pace.length = pace.num_idle = 0  # other steps without drafts do not count as a pause
     elif max(gains) > _GAIN_TO_CHANGE * gains[pace.length]:
         pace.length = gains.index(max(gains))
     if pace.num_steps >= _SETTLED:

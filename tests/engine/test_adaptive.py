@@ -70,6 +70,20 @@ def test_plain_steps_between_trials_double():
     assert {lengths[place] for place in trials} == {1}
 
 
+def test_steps_without_drafts_for_other_reasons_are_no_pause():
+    lengths = []
+    for num_others in (0, 40):
+        schedule, request = AdaptiveSchedule(COSTS), request_of([1], GREEDY)
+        for _ in range(num_others):
+            schedule.record(request, Step(0, 0, 0))
+        wanted = []
+        for _ in range(60):
+            wanted.append(schedule.num_draft_tokens(request))
+            schedule.record(request, Step(wanted[-1], wanted[-1], 0))
+        lengths.append(wanted)
+    assert lengths[0] == lengths[1]
+
+
 def test_a_small_gain_changes_nothing():
     schedule = AdaptiveSchedule([1.0, 1.0001, 1.0002])
     request = request_of([1])
@@ -220,6 +234,8 @@ def test_no_room_to_measure(model, drafter):
     config = EngineConfig(block_size=4, num_blocks=1)
     with pytest.raises(ValueError, match="pass step_costs"):
         Engine(model, drafter, spec=SpecConfig(schedule="adaptive"), config=config)
+    with pytest.raises(ValueError, match=r"^schedule: .*max_model_len.*pass step_costs"):
+        Engine(model, drafter, spec=SpecConfig(schedule="adaptive"), config={"max_model_len": 2})
 
 
 @pytest.mark.parametrize(("rate", "longest"), [(0.0, 0), (0.9, 5)])

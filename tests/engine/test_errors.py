@@ -326,6 +326,9 @@ def test_a_tokenizer_that_raises_fails_its_request_alone(model, monkeypatch, fai
     assert outputs[broken].error == "its text cannot be continued: RuntimeError('no such token')"
     assert outputs[broken].finish_reason == "error"
     assert outputs[broken].token_ids == first.token_ids[: fails_at - 1] == tuple(tokens)
+    stats = outputs[broken].stats
+    assert stats.num_output_tokens == fails_at - 1
+    assert stats.num_accepted_tokens == outputs[broken].sources.count("draft")
     assert outputs[whole].token_ids == second.token_ids
     assert outputs[whole].text == second.text
     assert_blocks_came_back(engine)

@@ -89,6 +89,32 @@ def run(engine):
     return [outputs[request_id] for request_id in ids], errors
 
 
+class Remembers:
+    """Keeps what it was told of each request until that is released."""
+
+    name = "remembers"
+
+    def __init__(self):
+        self.lengths = {}
+
+    def propose(self, batch):
+        shape = len(batch.requests), batch.num_speculative_tokens
+        return Proposal(torch.full(shape, 3, dtype=torch.int32))
+
+    def commit(self, batch, accepted):
+        self.lengths |= {request.request_id: len(request.token_ids) for request in batch.requests}
+
+    def release(self, request):
+        self.lengths.pop(request.request_id, None)
+
+
+def test_it_is_told_nothing_of_a_request_after_its_release(model, expected):
+    drafter = Remembers()
+    outputs, _ = run(Engine(model, drafter, spec=SPEC))
+    assert [output.token_ids for output in outputs] == expected
+    assert drafter.lengths == {}
+
+
 @pytest.mark.parametrize("method", ["propose", "commit", "release", "on_target_logits"])
 @pytest.mark.parametrize("when", [lambda call: call == 2, lambda call: True], ids=["2nd", "all"])
 def test_no_request_is_lost_and_the_error_is_raised_once(model, expected, texts, method, when):

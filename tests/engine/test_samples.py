@@ -62,16 +62,18 @@ def test_each_sample_is_the_text_of_its_seed(model, drafter, alone, prefix_cachi
     assert_blocks_came_back(engine)
 
 
+@pytest.mark.parametrize("logprobs", [None, 1])
 @pytest.mark.parametrize("config", [{}, {"max_batch_size": 1}, {"prefill_chunk_size": 7}], ids=str)
-def test_full_blocks_of_the_prompt_are_read_once(model, config):
+def test_full_blocks_of_the_prompt_are_read_once(model, config, logprobs):
     engine = engine_of(model, **config)
     counts = record_prefills(target_runner(engine))
     for _ in range(2):  # and nobody else finds them
         counts.clear()
-        (output,) = engine.generate([PROMPT], params_of())
+        (output,) = engine.generate([PROMPT], params_of(prompt_logprobs=logprobs))
         read = len(PROMPT) - 1
         shared = read // SIZE * SIZE
-        assert sum(counts) == read + (N - 1) * (read - shared)
+        by_first = 0 if logprobs else read  # with logits, its tokens are read elsewhere
+        assert sum(counts) == by_first + (N - 1) * (read - shared)
         found = [one.stats.num_cached_prompt_tokens for one in output.outputs]
         assert found == [0] + [shared] * (N - 1)
 

@@ -1,6 +1,8 @@
 """Suffix decoding: what it proposes, where that comes from, what it keeps; same output always."""
 
+from array import array
 from collections import Counter
+from dataclasses import replace
 from threading import Thread
 
 import pytest
@@ -21,7 +23,7 @@ from .helpers import (
     hugging_face_greedy,
     small_model,
 )
-from .probes import batch_of, request_of
+from .probes import batch_of, drafter_of, request_of
 
 REPETITIVE = [[5, 6, 7, 8] * 9, [1, 2, 3], list(range(1, 41)) * 2, [9]]
 GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
@@ -188,6 +190,48 @@ def test_a_search_looks_at_few_places():
     places = index.places(index.end(32))
     assert len(places) == 32
     assert places[0] == (32, 4999)
+
+
+@pytest.mark.parametrize("place", ["_token_ids", "first", "second"])
+@pytest.mark.parametrize("nth", [0, 1, 5])
+def test_an_interrupt_leaves_the_beginning_of_a_text(place, nth):
+    """Then what follows is found as if nothing had happened."""
+
+    class Interrupted(array):
+        def append(self, value):
+            if len(self) == nth:
+                raise KeyboardInterrupt
+            super().append(value)
+
+    text = [1, 2, 3, 1, 2, 3, 1]
+    index, whole = SuffixIndex(), SuffixIndex()
+    earlier = index._earlier
+    if place == "_token_ids":
+        index._token_ids = Interrupted("i")
+    else:
+        index._earlier = tuple(
+            Interrupted("i") if (each is earlier[0]) == (place == "first") else each
+            for each in earlier
+        )
+    with pytest.raises(KeyboardInterrupt):
+        index.add(text)
+    assert len(index) == nth
+    index._token_ids = array("i", index._token_ids)
+    index._earlier = tuple(array("i", each) for each in index._earlier)
+    index.add(text[nth:])
+    whole.add(text)
+    assert index._earlier == whole._earlier
+    assert index.places(index.end(32)) == whole.places(whole.end(32))
+
+
+def test_requests_of_other_drafters_leave_nothing():
+    engine = Engine(random_model("llama"), spec="suffix")
+    engine.add_request([1, 2, 3, 1, 2, 3], GREEDY)
+    engine.add_request([7, 8, 9, 7, 8, 9], replace(GREEDY, drafter="none"))
+    while engine.has_unfinished:
+        engine.step()
+    (index, _) = drafter_of(engine)._past.indices
+    assert list(index.end(99)).count(-1) == 1
 
 
 def test_requests_that_end_leave_their_texts_once():
