@@ -171,6 +171,8 @@ def check_options(
 
 def check_score_scale(scale: float, softcap: float = 0.0) -> None:
     """Check that the factors the kernels make of the two are finite in float32."""
+    if 2 * softcap > FLOAT32.max:
+        raise ValueError(f"softcap: too large for float32, got {softcap}")
     largest = abs(scale) / softcap if softcap else 2 * abs(scale)  # log2(e) < 2
     if largest > FLOAT32.max:
         raise ValueError(f"scale: too large for float32 with softcap {softcap}, got {scale}")

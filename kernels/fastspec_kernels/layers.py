@@ -35,7 +35,8 @@ def linear(
         ValueError: a wrong dtype, shape, device or stride, or a backend that cannot run this.
 
     A row's bits do not depend on the number of rows, so a token's logits are the same whether it is
-    decoded alone or verified with others. No host synchronisation.
+    decoded alone or verified with others. Processors that multiply bfloat16 (avx512_bf16, amx) take
+    subnormal numbers for zero. No host synchronisation.
     """
     arguments = (input, weight, bias)
     return run_checked("linear", backend, weight, arguments, partial(_check_linear, *arguments))

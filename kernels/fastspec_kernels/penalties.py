@@ -147,7 +147,7 @@ def _check_entries(
     check_sums(sums_name, sums, batch, ids.shape[0], device)
     if device.type == "cpu":
         for b, own in enumerate(ids[: int(sums[-1])].split(sums.diff().tolist())):
-            falls = (own.diff() <= 0).nonzero()
+            falls = (own.long().diff() <= 0).nonzero()
             if len(falls):
                 at = int(falls[0])
                 raise ValueError(

@@ -72,7 +72,10 @@ def verify_tree(
         uniform_samples: [B, N+1] float32 in [0, 1).
         sibling_rule: see above.
         draft_logits: [B, N, draft V] float32, bfloat16 or float16, draft V <= V: the children of
-            node i were drawn from row i. Must be None for "target_only", and only then.
+            node i were drawn from row i. Must be None for "target_only", and only then. Without
+            replacement, give tokens that are e^14 times less probable than the row's best one
+            logits of -inf before drawing: what remains after that one is rejected is computed to
+            about 2^-23 of its probability, so rarer siblings would be accepted too often.
         temperature, top_k, top_p, min_p: [B] each, see `row_stats`.
         draft_token_map: [V] int32, the column of each target token in the draft rows, see
             `verify_chain`. With "without_replacement" every column that siblings can be drawn from

@@ -188,6 +188,19 @@ def test_long_texts(backend, num_threads, restore_threads):
     check(case, backend)
 
 
+def test_ids_may_lie_as_far_apart_as_int32_allows():
+    def call(backend, *ids):
+        case = random_case(torch.Generator().manual_seed(3), 4, 20)
+        case |= {"cu_history": torch.tensor([0, 2, 2, 2], dtype=torch.int32)}
+        case |= {"history_ids": torch.tensor(ids, dtype=torch.int32)}
+        penalize(**case | {"history_counts": torch.ones(2, dtype=torch.int32)}, backend=backend)
+
+    for backend in backends_of("penalize"):
+        call(backend, -1, 2**31 - 1)
+        with pytest.raises(ValueError, match=r"^history_ids: expected ascending ids"):
+            call(backend, 2**31 - 1, -2)
+
+
 def test_what_is_not_in_order_is_refused_on_the_cpu():
     case = random_case(torch.Generator().manual_seed(3), 4, 20)
     before = case["logits"].clone()

@@ -90,6 +90,7 @@ def test_wrong_tensor(backend, name, change):
         ("sliding_window", -1),
         ("softcap", -1.0),
         ("softcap", math.inf),
+        ("softcap", 3e38),
         ("sinks", torch.zeros(3)),
         ("sinks", torch.zeros(4, dtype=torch.float64)),
         ("sinks", [0.0] * 4),
