@@ -78,10 +78,12 @@ class Method:
 
 _SAMPLED = frozenset({"draft_sample_method"})
 _CHAIN = frozenset({"cape", "cape_bins", "confidence_threshold"})
-_LOOKUP = frozenset({"prompt_lookup_min", "prompt_lookup_max"})
+LOOKUP_FIELDS = frozenset({"prompt_lookup_min", "prompt_lookup_max"})
 _TREE = frozenset({"tree_width", "tree_nodes", "tree_paths", "tree_prompt_lookup", "tree_suffix"})
-_SUFFIX = frozenset({"suffix_max_spec_factor", "suffix_min_token_prob", "suffix_max_cached_tokens"})
-_MODEL = _SAMPLED | _SUFFIX | {"suffix_tokens"}
+SUFFIX_FIELDS = frozenset(
+    {"suffix_max_spec_factor", "suffix_min_token_prob", "suffix_max_cached_tokens"}
+)
+_MODEL = _SAMPLED | SUFFIX_FIELDS | {"suffix_tokens"}
 _TOKENIZER = frozenset({"heterogeneous_vocab"})
 _BITS = frozenset({"draft_bits"})
 
@@ -103,7 +105,7 @@ BUILT_IN = (
     Method(
         "prompt_lookup",
         "copies what followed an earlier occurrence of the last tokens",
-        _LOOKUP,
+        LOOKUP_FIELDS,
         is_tried=True,
     ),
     Method(
@@ -122,7 +124,7 @@ BUILT_IN = (
     Method(
         "suffix",
         "copies what most often followed the last tokens, here and in earlier outputs",
-        _SUFFIX | {"tree_nodes"},
+        SUFFIX_FIELDS | {"tree_nodes"},
         is_tried=True,
     ),
     Method(
@@ -162,7 +164,7 @@ BUILT_IN = (
     Method(
         "eagle3",
         "one layer that continues from the target's hidden states, as a chain or a tree",
-        _MODEL | _CHAIN | _TREE | _LOOKUP | _BITS,
+        _MODEL | _CHAIN | _TREE | LOOKUP_FIELDS | _BITS,
         needs_draft=True,
         reads_target="the target's hidden states",
         own_writer="the EAGLE-3 draft",
@@ -171,7 +173,7 @@ BUILT_IN = (
     Method(
         "tree",
         "token trees from a draft model",
-        _MODEL | _TREE | _LOOKUP | _TOKENIZER | _BITS,
+        _MODEL | _TREE | LOOKUP_FIELDS | _TOKENIZER | _BITS,
         needs_draft=True,
         drafts_trees=True,
         is_tried=True,

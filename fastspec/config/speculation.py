@@ -17,6 +17,8 @@ from fastspec.config.methods import (
     BUILT_IN,
     FIELDS_OF_DRAFTS,
     FIELDS_OF_METHODS,
+    LOOKUP_FIELDS,
+    SUFFIX_FIELDS,
     method_named,
 )
 from fastspec.config.options import (
@@ -39,8 +41,6 @@ from fastspec.config.token_trees import MAX_TREE_NODES, as_cape_bins, as_tree_pa
 
 _FEWEST_SUFFIX_TOKENS = 2
 _COPY_MATRIX = ((4, 0), (0, 1))  # of a cascade whose first level is a copy of the target
-_LOOKUP_FIELDS = ("prompt_lookup_min", "prompt_lookup_max")
-_SUFFIX_FIELDS = ("suffix_max_spec_factor", "suffix_min_token_prob", "suffix_max_cached_tokens")
 
 
 @documented
@@ -492,9 +492,9 @@ class SpecConfig(Options):
     def _reads(self, name: str) -> bool:
         """Whether the method, given its other options, uses one that not every method uses."""
         fields = method_named(self.method).fields
-        if name in _LOOKUP_FIELDS and "tree_prompt_lookup" in fields:
+        if name in LOOKUP_FIELDS and "tree_prompt_lookup" in fields:
             return self.tree_prompt_lookup
-        if name in _SUFFIX_FIELDS and "suffix_tokens" in fields:
+        if name in SUFFIX_FIELDS and "suffix_tokens" in fields:
             return self.suffix_tokens is not None or bool(self.tree_suffix)
         return name in fields
 

@@ -69,6 +69,10 @@ class LlguidanceGrammar:
 
     matcher: Any
 
+    def copy(self) -> "LlguidanceGrammar":
+        """Return one for another text with the same beginning."""
+        return LlguidanceGrammar(self.matcher.deep_copy())
+
     def mask_after(self, path: list[int], words: np.ndarray) -> None:
         """Write the bits [ceil(V/32)] int32 of the tokens that may follow the text and a path.
 

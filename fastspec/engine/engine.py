@@ -264,7 +264,7 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         """Whether step() has work to do, or events to return."""
-        if self._scheduler.has_unfinished or self._loop.events or self._loop.is_torn:
+        if self._scheduler.has_unfinished or self._loop.events or self._loop.queues_are_torn:
             return True
         return any(each.error for each in [*self._drafters.values()])
 

@@ -38,7 +38,7 @@ class Loop:
         inboxes: events by request id, for requests that a caller waits for.
         events: events of all other requests.
         abandoned: ids of inboxes to drop before the next round, including those of ended requests.
-        is_torn: whether queues and blocks are being changed; if that is still so when they are used
+        queues_are_torn: whether queues and blocks are being changed; if that is still so when they are used
             next, an interrupt has left them half changed.
     """
 
@@ -51,7 +51,7 @@ class Loop:
     inboxes: dict[str, deque[StreamEvent]] = field(default_factory=dict, init=False)
     events: list[StreamEvent] = field(default_factory=list, init=False)
     abandoned: deque[str] = field(default_factory=deque, init=False)
-    is_torn: bool = field(default=False, init=False)
+    queues_are_torn: bool = field(default=False, init=False)
 
     @torch.inference_mode()
     def round(self) -> None:
@@ -60,7 +60,7 @@ class Loop:
         Requests that get no drafts join the first target pass whose acceptance rule draws the same
         tokens from a seed as theirs, or get a pass of their own.
         """
-        if self.is_torn:
+        if self.queues_are_torn:
             self._reset()
         for request in [each for each in self.scheduler.running if each.is_torn]:
             self._end(request, "error", _INTERRUPTED)
@@ -86,15 +86,15 @@ class Loop:
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request that fits."""
-        if self.is_torn:
+        if self.queues_are_torn:
             self._reset()
-        self.is_torn = True
+        self.queues_are_torn = True
         self.scheduler.add(request)
-        self.is_torn = False
+        self.queues_are_torn = False
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request and all its samples now; return its output so far, None if unknown."""
-        if self.is_torn:
+        if self.queues_are_torn:
             self._reset()
         requests = self.scheduler.samples(request_id)
         if not requests:
@@ -167,9 +167,9 @@ class Loop:
         Waiting ones are admitted in waves, so that a prefix shared by several is read once.
         """
         scheduler, left = self.scheduler, self.chunk_size
-        self.is_torn = True
+        self.queues_are_torn = True
         preempted = scheduler.schedule(self._reach)
-        self.is_torn = False
+        self.queues_are_torn = False
         for request in preempted:
             self._release(request)
             for stats in (self.stats, request.stats):
@@ -177,9 +177,9 @@ class Loop:
         if unread := [r for r in scheduler.running if r.num_cached < len(r.token_ids) - 1]:
             left -= self.prefill(unread, left)
         while left and scheduler.waiting and not preempted:
-            self.is_torn = True
+            self.queues_are_torn = True
             admitted = scheduler.admit(self._reach)
-            self.is_torn = False
+            self.queues_are_torn = False
             if not admitted:
                 break
             for request in admitted:
@@ -278,9 +278,9 @@ class Loop:
         """Post the output of a request with its last event, and remove it."""
         request.is_torn = True
         output = self._post_output(request, finish_reason, error, is_request_error)
-        self.is_torn = True
+        self.queues_are_torn = True
         self.scheduler.remove(request, failed=error is not None)
-        self.is_torn = False
+        self.queues_are_torn = False
         self._release(request)
         return output
 
@@ -319,7 +319,7 @@ class Loop:
             request.give_up_text()
             self._post_output(request, "error", _INTERRUPTED)
             self._release(request)
-        self.is_torn = False
+        self.queues_are_torn = False
 
 
 def _failure_of(request: EngineRequest) -> tuple[str, bool]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from fastspec.config import SamplingParams
 from fastspec.config.checks import refuse, require, require_unicode
-from fastspec.drafters.grammar import GrammarCompiler
+from fastspec.drafters.grammar import GrammarCompiler, LlguidanceGrammar
 from fastspec.drafters.logit_rules import LogitRules
 from fastspec.engine.detokenizer import Detokenizer
 from fastspec.engine.prefix_index import Content
@@ -106,6 +106,8 @@ class RequestFactory:
         most = self.reader.max_model_len if params.max_tokens is None else params.max_tokens
         seed = self.new_seed() if params.seed is None else params.seed
         root = Content(None) if params.n > 1 and self.shares_prompts else None
+        structure = params.structured_outputs
+        grammar = None if structure is None else self._grammars.compile(structure)
         requests = [
             EngineRequest(
                 request_id=f"{request_id}{_BEFORE_INDEX}{index}" if index else request_id,
@@ -120,7 +122,7 @@ class RequestFactory:
                 detokenizer=self._detokenizer(params),
                 encoder_input=encoder_input,
                 rereads_above=self.rereads_above,
-                rules=self._rules(params, token_ids, stop_ids),
+                rules=self._rules(params, token_ids, stop_ids, grammar and grammar.copy()),
             )
             for index in range(params.n)
         ]
@@ -135,18 +137,20 @@ class RequestFactory:
         return Detokenizer(self._tokenizer, *options)
 
     def _rules(
-        self, params: SamplingParams, token_ids: list[int], stop_ids: frozenset[int]
+        self,
+        params: SamplingParams,
+        token_ids: list[int],
+        stop_ids: frozenset[int],
+        grammar: LlguidanceGrammar | None,
     ) -> LogitRules | None:
         """Return the request's logit rules other than temperature and filters, if any."""
         self._check_ids("logit_bias", params.logit_bias or ())
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
-        allowed = grammar = None
+        allowed = None
         if params.allowed_token_ids is not None:
             bits = np.zeros(-(-self._vocab_size // 32) * 32, np.uint8)
             bits[list(params.allowed_token_ids)] = 1
             allowed = np.packbits(bits, bitorder="little").view(np.int32)
-        if params.structured_outputs is not None:
-            grammar = self._grammars.compile(params.structured_outputs)
         bad_words = [ids for word in params.bad_words or () for ids in self._spellings(word)]
         rules = LogitRules(
             params, self._vocab_size, len(token_ids), stop_ids, bad_words, allowed, grammar
