@@ -38,8 +38,8 @@ class Loop:
         inboxes: events by request id, for requests that a caller waits for.
         events: events of all other requests.
         abandoned: ids of inboxes to drop before the next round, including those of ended requests.
-        queues_are_torn: whether queues and blocks are being changed; if that is still so when they are used
-            next, an interrupt has left them half changed.
+        queues_are_torn: whether queues and blocks are being changed; if that is still so when they
+            are used next, an interrupt has left them half changed.
     """
 
     scheduler: Scheduler
