@@ -22,11 +22,11 @@ COMMON = (
 ALONE = "--max-tokens 128 --no-peers"
 BESIDE_PEERS = "--max-tokens 24"
 RUNS = (
-    f"{ALONE} --method eagle3 -k 3 --confidence-threshold 0.3",
-    f"{ALONE} --method eagle3 -k 3 --confidence-threshold 0.3 --suffix-tokens 8",
+    f"{ALONE} --method eagle3 -k 3 --confidence-threshold 0.3 --draft-bits 8",
+    f"{ALONE} --method eagle3 -k 3 --confidence-threshold 0.3 --suffix-tokens 8 --draft-bits 8",
     f"{ALONE} --method eagle3 -k 2 --tree-nodes 4",
     f"{ALONE} --method eagle3 -k 2 --tree-nodes 6 --tree-suffix 5",
-    f"{ALONE} --method glide -k 2 --confidence-threshold 0.3",
+    f"{ALONE} --method glide -k 2 --confidence-threshold 0.3 --draft-bits 8",
     f"{ALONE} --method glide -k 2 --confidence-threshold 0.3 --suffix-tokens 8",
     f"{ALONE} --method quantized -k 5",
     f"{ALONE} --method quantized -k 5 --suffix-tokens 8",
