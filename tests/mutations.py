@@ -471,4 +471,33 @@ MUTATIONS = [
         "tests/engine/test_graphed_drafts.py",
         ("            buffer[: len(values)].copy_(values)\n", "            pass\n"),
     ),
+    *_of(
+        "fastspec/models/paged_model.py",
+        "tests/engine/test_packed_drafts.py",
+        ("[*layers, *own_layers], weight_bits", "layers, weight_bits"),
+    ),
+    *_of(
+        "fastspec/drafters/suffix.py",
+        "tests/engine/test_suffix.py",
+        ("            del links[len(known) :]", "            pass"),
+        ("if depth == 0:", "if False:"),
+    ),
+    *_of(
+        "fastspec/engine/schedule.py",
+        "tests/engine/test_adaptive.py",
+        ("pace.length = pace.num_idle = 0", "pace.length = 0"),
+    ),
+    *_of(
+        "fastspec/engine/block_manager.py",
+        "tests/engine/test_samples.py",
+        ("if request.lacks_prompt_logprobs:", "if False:"),
+    ),
+    *_of(
+        "fastspec/engine/loop.py",
+        "tests/engine/test_failing_drafters.py",
+        (
+            "                ends.append((request, *end))",
+            "                self._end(request, *end)",
+        ),
+    ),
 ]
