@@ -490,7 +490,7 @@ MUTATIONS = [
     *_of(
         "fastspec/engine/block_manager.py",
         "tests/engine/test_samples.py",
-        ("if request.lacks_prompt_logprobs:", "if False:"),
+        ("self._index.next_key(request.contents, request.token_ids, request.root)", "None"),
     ),
     *_of(
         "fastspec/engine/loop.py",
