@@ -496,8 +496,8 @@ MUTATIONS = [
         "fastspec/engine/loop.py",
         "tests/engine/test_failing_drafters.py",
         (
-            "                ends.append((request, *end))",
-            "                self._end(request, *end)",
+            "                ended.append((request, len(end) > 1))",
+            "                self._remove(request, len(end) > 1)",
         ),
     ),
 ]

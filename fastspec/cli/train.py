@@ -15,7 +15,7 @@ from fastspec.cli.errors import begin, usage_errors
 from fastspec.cli.options import FIXED_RUN, Flags, command, output_file
 from fastspec.cli.prompts import PromptOptions, tokenize_prompts, usual_prompts
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
-from fastspec.config.checks import is_int, refuse
+from fastspec.config.checks import is_int, refuse, require, require_unicode
 from fastspec.config.files import parse_json_lines, read_text, require_file
 from fastspec.tools.settings import Models
 from fastspec.train.options import DraftShape, ShapesTried, TrainFiles, TrainOptions
@@ -109,6 +109,7 @@ def eagle3(
     from fastspec.train.glide_data import split_places
 
     tokenizer, model = _load(models.target, config, settings.seed)
+    _check_context(shape.context, model)
     documents = _documents(files.data, tokenizer, _vocab_size(model))
     texts = cut_texts(documents, shape.context)
     with usage_errors():
@@ -286,6 +287,7 @@ def _train(
         processes = many_processes() if files.accelerate else OneProcess(resolve_device(config))
         config = replace(config, device=str(processes.device))
     tokenizer, model = _load(target, config, settings.seed)
+    _check_context(shape.context, model)
     documents = _documents(files.data, tokenizer, _vocab_size(model))
     rows = cut_rows((ids for ids, _ in documents), shape.context)
     with usage_errors():
@@ -322,6 +324,13 @@ def _load(
     return tokenizer, model
 
 
+def _check_context(context: int, target: "PreTrainedModel") -> None:
+    config = target.config.get_text_config(decoder=True)
+    most = getattr(config, "max_position_embeddings", None)
+    expected = f"at most {most}, the target's positions"
+    require("context", context, most is None or context <= most, expected)
+
+
 def _vocab_size(target: "PreTrainedModel") -> int:
     return target.config.get_text_config(decoder=True).vocab_size
 
@@ -343,6 +352,7 @@ def _documents(
             if "text" in fields:
                 if not isinstance(fields["text"], str):
                     raise ValueError(f'{where}: "text" is not a string: {fields["text"]!r}')
+                require_unicode(where, fields["text"])
                 yield _ids(tokenizer, fields["text"]), 1
                 continue
             for name in ("prompt_ids", "token_ids"):

@@ -325,9 +325,11 @@ def check_proposal(proposal: Any, batch: Batch, vocab_size: int) -> None:
             expected = "None for chains" if is_chain else f"paths of {num_requests} requests"
             raise ValueError(f"branch: expected {expected}, got {branch!r}")
     if (passes := proposal.passes) is not None:
-        are_counts = all(isinstance(each, dict) for each in passes)
+        are_counts = all(isinstance(each, dict) for each in passes) and all(
+            type(count) is int for each in passes for count in each.values()
+        )
         if len(passes) != num_requests or not are_counts:
-            raise ValueError(f"passes: expected {num_requests} dicts, got {passes!r}")
+            raise ValueError(f"passes: expected {num_requests} dicts of numbers, got {passes!r}")
 
 
 def _check_tensor(

@@ -389,6 +389,17 @@ class Engine:
         with self._turn:
             self._drafters.add_corpus([read(text) for text in given])
 
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes; needed after the target's or a draft's weights have changed.
+
+        Raises:
+            ValueError: requests are unfinished.
+        """
+        with self._turn:
+            if self._scheduler.has_unfinished:
+                raise ValueError("reset_prefix_cache: expected no unfinished requests")
+            self._scheduler.block_manager.reset()
+
     @property
     def num_cache_tokens(self) -> int:
         """Capacity of the cache in tokens, for all requests together."""

@@ -198,10 +198,12 @@ class Loop:
         verdicts: list[Verdict],
     ) -> None:
         """Append the tokens of each verdict, notify drafter and schedule, and update counters."""
-        ends: list[tuple] = []  # arguments of `_end`
+        ended: list[tuple[EngineRequest, bool]] = []  # and whether they failed
         for index, (request, verdict) in enumerate(zip(running, verdicts, strict=True)):
             if verdict.accepted_len < 0:
-                ends.append((request, "error", *_failure_of(request)))
+                request.is_torn = True
+                self._post_output(request, "error", *_failure_of(request))
+                ended.append((request, True))
                 continue
             writers: Sequence[str] = [speculation.drafter.name] * verdict.accepted_len
             if proposal.writers is not None:
@@ -219,7 +221,8 @@ class Loop:
             for stats in (self.stats, request.stats):
                 stats.record_step(proposed, accepted, kept, passes)
             if end:
-                ends.append((request, *end))
+                self._post_output(request, *end)
+                ended.append((request, len(end) > 1))
             drafts = batch.own_limits is None or batch.own_limits[index] > 0
             if speculation.schedule is not None and drafts:
                 wanted = (proposal.num_asked or batch.num_draft_tokens)[index]
@@ -228,8 +231,8 @@ class Loop:
         try:
             speculation.commit(batch, [max(verdict.accepted_len, 0) for verdict in verdicts])
         finally:  # last, so that the drafter is not told of requests after their release
-            for end in ends:
-                self._end(*end)
+            for request, failed in ended:
+                self._remove(request, failed)
 
     def _append(self, request: EngineRequest, verdict: Verdict, writers: Sequence[str]) -> tuple:
         """Append a verdict's tokens until the request ends; return their number, and how it ends
@@ -278,17 +281,20 @@ class Loop:
         """Post the output of a request with its last event, and remove it."""
         request.is_torn = True
         output = self._post_output(request, finish_reason, error, is_request_error)
+        self._remove(request, failed=error is not None)
+        return output
+
+    def _remove(self, request: EngineRequest, failed: bool) -> None:
         self.queues_are_torn = True
-        self.scheduler.remove(request, failed=error is not None)
+        self.scheduler.remove(request, failed)
         self.queues_are_torn = False
         self._release(request)
-        return output
 
     def _post_output(
         self,
         request: EngineRequest,
         finish_reason: str,
-        error: str | None,
+        error: str | None = None,
         is_request_error: bool = False,
     ) -> RequestOutput:
         try:

@@ -36,6 +36,10 @@ WIDER = {
 _NAMES_OF_GATED_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"} | {
     *("nn", "functional", "dropout", "residual_dropout", "training")
 }
+# All compute the same attention, as do kernels from the hub, whose names have a slash.
+_ATTENTION_FUNCTIONS = {"eager", "sdpa", "flex_attention"} | {
+    f"flash_attention_{version}" for version in (2, 3, 4)
+}
 _ROTATION = "apply_rotary_pos_emb"  # the function's name in transformers' models
 
 
@@ -43,7 +47,17 @@ def twin_of(model: PreTrainedModel, attention: str) -> PreTrainedModel:
     """Copy modules and configs, share every parameter and buffer, and set the attention function.
 
     The user's model keeps its own attention and forward passes.
+
+    Raises:
+        ValueError: the model attends by a function that is not one of transformers' own.
     """
+    for config in configs_of(model):
+        own = config._attn_implementation
+        if own is not None and "/" not in own and own.split("|")[-1] not in _ATTENTION_FUNCTIONS:
+            raise ValueError(
+                f"{type(model).__name__}: attends by {own!r}, which is not one of transformers' own"
+                " functions and may compute something else"
+            )
     twin = copy_of_modules(model)
     for config in configs_of(twin):
         config._attn_implementation = attention

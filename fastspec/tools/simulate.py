@@ -15,7 +15,7 @@ from typing import cast
 from transformers import PreTrainedTokenizerBase
 
 from fastspec.config import EngineConfig, SpecConfig
-from fastspec.config.checks import require
+from fastspec.config.checks import is_int, require
 from fastspec.config.token_trees import MAX_TREE_NODES
 from fastspec.drafters import Proposal
 from fastspec.drafters.base import Batch, Drafter, common_prefix_len
@@ -36,7 +36,12 @@ from fastspec.models.layout import EncoderInput
 from fastspec.models.loading import resolve_device
 from fastspec.tools.stored_outputs import StoredOutput
 
-_RULES = ("rejection_sample_method", "relaxed_acceptance", "synthetic_acceptance_rate")
+_RULES = (
+    "rejection_sample_method",
+    "relaxed_acceptance",
+    "synthetic_acceptance_rate",
+    "schedule",
+)
 
 
 @dataclass
@@ -128,9 +133,11 @@ class Simulator:
         """Simulate all outputs, in order; `advance` is called with the number of tokens done.
 
         Raises:
-            ValueError: an output whose ids are not the target's, or that outgrows the cache;
-                nothing is run then.
+            ValueError: no outputs, one without a new token or whose ids are not the target's, or
+                that outgrows the cache; nothing is run then.
         """
+        if not outputs:
+            raise ValueError("outputs: expected one or more, got none")
         # Drafts of a cascade end where a text would.
         ends = frozenset(output.token_ids[-1] for output in outputs if output.is_ended)
         requests = [self._request(*pair, ends) for pair in enumerate(outputs, 1)]
@@ -165,11 +172,13 @@ class Simulator:
             prompt = self._tokenizer(prompt)["input_ids"]
         if not prompt:
             raise ValueError(f"output {number}: its prompt is empty")
-        largest = max(*prompt, *output.token_ids)
-        if largest >= self._vocab_size:
-            raise ValueError(
-                f"output {number}: token id {largest} is not in 0..{self._vocab_size - 1}"
-            )
+        if not output.token_ids:
+            raise ValueError(f"output {number}: it has no new token")
+        for token_id in (*prompt, *output.token_ids):
+            if not is_int(token_id) or not 0 <= token_id < self._vocab_size:
+                raise ValueError(
+                    f"output {number}: token id {token_id} is not in 0..{self._vocab_size - 1}"
+                )
         # No step asks for room beyond.
         reached = len(output.token_ids) + self._spec.num_draft_tokens() + 1
         start = self._decoder_start_id

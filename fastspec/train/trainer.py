@@ -3,6 +3,7 @@
 import json
 import pickle
 import struct
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ _OF_A_RUN = ("rate", "warmup", "distillation", "acceptance", "optimizer", "seed"
 _IN_A_CHECKPOINT = {"draft", "optimizers", "record"}
 _DAMAGE = (  # what torch.load raises where bytes are missing or changed
     *(RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError, AssertionError),
-    *(pickle.UnpicklingError, struct.error),
+    *(pickle.UnpicklingError, struct.error, OSError, zipfile.BadZipFile),
 )
 
 Advance = Callable[[int, float], None]  # steps done, running mean of the loss
@@ -129,6 +130,9 @@ def _load_checkpoint(folder: Path, mmap: bool = False) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"resume: no checkpoint at {path}")
     try:
+        with zipfile.ZipFile(path) as parts:
+            if not mmap and parts.testzip() is not None:  # torch does not compare the checksums
+                raise _damaged(path)
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except _DAMAGE as error:
         raise _damaged(path) from error
@@ -198,7 +202,9 @@ class DraftTrainer:
     def run(self, advance: Advance) -> dict[str, Any]:
         """Train to the last step, calling `advance` after each."""
         num_steps = self.options.num_steps(self._num_rows, self._processes.num_processes)
-        for step in range(int(self.record["steps"]), num_steps):
+        done = int(self.record["steps"])
+        require("steps", num_steps, num_steps >= done, f"at least {done}, which are done")
+        for step in range(done, num_steps):
             lesson = self._teacher(self._indices(step))
             loss, num_tokens = self._step(lesson, self.options.factor(step, num_steps))
             mean = self.record.get("train_loss", loss)

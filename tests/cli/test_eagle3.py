@@ -78,6 +78,19 @@ def test_what_it_cannot_do_is_refused(invoke, draft, tmp_path):
     assert "'eagle3' reads the target's hidden states" in simulated.stderr
 
 
+def test_training_data_that_cannot_be_read_is_refused_first(invoke, tmp_path):
+    data, out = tmp_path / "data.jsonl", tmp_path / "out"
+    data.write_text('{"text": "\\ud800 abc"}\n', encoding="utf-8")
+    for command in ("eagle3", "draft", "glide"):
+        refused = invoke("train", command, "--data", data, "--out", out)
+        assert refused.exit_code != 0
+        assert "data.jsonl, line 1: " in refused.stderr
+        refused = invoke("train", command, "--data", data, "--out", out, "--context", "5000")
+        assert refused.exit_code != 0
+        assert "--context: expected at most" in refused.stderr
+    assert not out.exists()
+
+
 def test_smollm2_has_one_of_its_own():
     assert own_draft("smollm2", "eagle3") == "smollm2-eagle3"
     assert own_draft("smollm2", "glide") == "smollm2-glide"

@@ -132,6 +132,17 @@ def test_refused_architectures(config, message):
 
 
 @pytest.mark.parametrize("role", ["target", "drafter"])
+def test_attention_of_the_users_own_is_refused(role):
+    model, own = random_model("llama"), cast(Any, random_model("llama"))
+    own.config._attn_implementation = "sharp"
+    message = refusal(*((own, None) if role == "target" else (model, own)))
+    assert message.startswith("LlamaForCausalLM: attends by 'sharp', which is not one of transform")
+    for usual in ("eager", "sdpa", "flash_attention_2", "kernels-community/flash-attn"):
+        own.config._attn_implementation = usual
+        Engine(own)
+
+
+@pytest.mark.parametrize("role", ["target", "drafter"])
 def test_dtype_and_device_of_loaded_models(role):
     model, other = random_model("llama"), cast(Any, random_model("llama")).to(torch.bfloat16)
     models = (other, None) if role == "target" else (model, other)

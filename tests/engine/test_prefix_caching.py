@@ -43,6 +43,23 @@ def test_shared_prefixes_of_every_length(model, drafter, speculative, temperatur
         assert_blocks_came_back(engine)
 
 
+def test_after_a_change_of_weights_nothing_old_is_found(model):
+    own = random_model("llama", num_hidden_layers=2)
+    engine, params = engine_of(own), params_of()
+    engine.generate([TEXT], params)
+    own.load_state_dict(random_model("llama", num_hidden_layers=2, seed=3).state_dict())
+    engine.add_request(TEXT, params)
+    with pytest.raises(ValueError, match=r"^reset_prefix_cache: expected no unfinished requests"):
+        engine.reset_prefix_cache()
+    while engine.has_unfinished:
+        engine.step()
+    engine.reset_prefix_cache()
+    (output,) = engine.generate([TEXT], params)
+    assert output.token_ids == alone(own, None, TEXT, params).token_ids
+    assert output.stats.num_cached_prompt_tokens == 0
+    assert_blocks_came_back(engine)
+
+
 @pytest.mark.parametrize("length", range(1, 14))
 def test_the_last_token_of_a_prompt_is_always_read(model, drafter, length):
     engine = engine_of(model, drafter)

@@ -337,7 +337,19 @@ def test_simulations_that_cannot_run(model):
         Simulator(model, None, VOCAB_SIZE)
     with pytest.raises(ValueError, match="rejection_sample_method"):
         Simulator(model, model, VOCAB_SIZE, spec=SpecConfig(rejection_sample_method="block"))
+    adaptive = SpecConfig(num_speculative_tokens=1, schedule="adaptive", step_costs=[1.0, 1.1])
+    with pytest.raises(ValueError, match=r"^schedule: expected 'constant', the only one"):
+        Simulator(model, model, VOCAB_SIZE, spec=adaptive)
     simulator = Simulator(model, model, VOCAB_SIZE)
+    with pytest.raises(ValueError, match=r"^outputs: expected one or more, got none"):
+        simulator.run([])
+    with pytest.raises(ValueError, match=r"^output 1: it has no new token"):
+        simulator.run([StoredOutput([1, 2], [], params)])
+    for wrong in ([-5], [1.5]):
+        with pytest.raises(ValueError, match=r"^output 1: token id"):
+            simulator.run([StoredOutput([1], wrong, params)])
+        with pytest.raises(ValueError, match=r"^output 1: token id"):
+            simulator.run([StoredOutput(wrong, [1], params)])
     with pytest.raises(ValueError, match="output 2: token id 999"):
         simulator.run([good, StoredOutput([1], [999], params)])
     with pytest.raises(ValueError, match="output 1: its prompt is a string"):

@@ -177,12 +177,14 @@ def test_only_the_same_run_is_resumed(tmp_path):
     assert run(3, checkpoint_steps=7, store_target=False)["steps"] == 3
 
 
-def checkpoint_after(folder, target=None, resume=False, plain=False, shape=None, rows=None):
-    """The path of the checkpoint of a run of one or, resumed, two steps."""
+def checkpoint_after(
+    folder, target=None, resume=False, plain=False, shape=None, rows=None, steps=None
+):
+    """The path of the checkpoint of a run, by default of one or, resumed, two steps."""
     target = target or random_model("llama")
     glide = make_glide(target)
     draft = make_matched(glide, target) if plain else glide
-    settings = TrainOptions(1 + resume, batch_size=2)
+    settings = TrainOptions(steps or 1 + resume, batch_size=2)
     given = draft, rows or rows_of(4), settings, folder, PROCESS, resume, lambda *_: None
     train_draft(target, *given, shape=shape)
     return folder / "checkpoint.pt"
@@ -208,6 +210,12 @@ def test_a_run_goes_on_only_with_its_target(tmp_path):
     checkpoint_after(tmp_path, resume=True)
 
 
+def test_a_run_does_not_go_back(tmp_path):
+    checkpoint_after(tmp_path, steps=3)
+    with pytest.raises(ValueError, match=r"^steps: expected at least 3, which are done, got 2$"):
+        checkpoint_after(tmp_path, resume=True, steps=2)
+
+
 def test_a_run_goes_on_only_with_its_kind_of_draft_and_cut_of_the_texts(tmp_path):
     shape = DraftShape(context=16)
     checkpoint_after(tmp_path, shape=shape)
@@ -221,11 +229,19 @@ def test_a_run_goes_on_only_with_its_kind_of_draft_and_cut_of_the_texts(tmp_path
         checkpoint_after(tmp_path, resume=True, shape=shape, rows=rows_of(2))
 
 
-@pytest.mark.parametrize("damage", ["truncated", "empty", "text", "byte", "list", "no draft"])
+@pytest.mark.parametrize(
+    "damage", ["truncated", "halved", "empty", "text", "byte", "weight", "list", "no draft"]
+)
 def test_a_damaged_checkpoint_is_refused(damage, tmp_path):
     path = checkpoint_after(tmp_path)
-    if damage == "truncated":
-        path.write_bytes(path.read_bytes()[:-100])
+    if damage in ("truncated", "halved"):
+        content = path.read_bytes()
+        path.write_bytes(content[:-100] if damage == "truncated" else content[: len(content) // 2])
+    elif damage == "weight":
+        content = bytearray(path.read_bytes())
+        weight = torch.load(path)["draft"]["lm_head.weight"]
+        content[content.index(weight.numpy().tobytes()) + 3] ^= 1
+        path.write_bytes(content)
     elif damage == "byte":
         path.write_bytes(path.read_bytes().replace(b"optimizers", b"optimizer\xff", 1))
     elif damage in ("empty", "text"):
@@ -375,7 +391,8 @@ def test_plain_baseline_from_the_command_line(target_folder, tmp_path):
         (("--layers", 9), "layers"),
         (("--hidden-size", 33), "--hidden-size: "),
         (("--context", 1), "--context"),
-        (("--context", 100_000), "data: too little text"),
+        (("--context", 100_000), "--context: expected at most 512, the target's positions"),
+        (("--context", 64, "--data", "little.txt"), "data: too little text"),
         (("--resume",), "resume: no checkpoint"),
         (("--accelerate",), "--accelerate: not installed"),
         (("--accelerate", "--device", "cpu"), "--device: accelerate launch chooses it"),
@@ -385,7 +402,10 @@ def test_bad_input_is_named(arguments, named, target_folder, tmp_path, monkeypat
     monkeypatch.setitem(sys.modules, "accelerate", None)
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
-    result = run("--target", target_folder, "--data", text, "--out", tmp_path / "o", *arguments)
+    (tmp_path / "little.txt").write_text(TEXT[:40])
+    monkeypatch.chdir(tmp_path)
+    given = () if "--data" in arguments else ("--data", text)
+    result = run("--target", target_folder, *given, "--out", tmp_path / "o", *arguments)
     assert result.exit_code != 0
     assert named in result.output
 
