@@ -109,7 +109,7 @@ def eagle3(
     from fastspec.train.glide_data import split_places
 
     tokenizer, model = _load(models.target, config, settings.seed)
-    _check_context(shape.context, model)
+    shape = _fitting(shape, model)
     documents = _documents(files.data, tokenizer, _vocab_size(model))
     texts = cut_texts(documents, shape.context)
     with usage_errors():
@@ -287,7 +287,7 @@ def _train(
         processes = many_processes() if files.accelerate else OneProcess(resolve_device(config))
         config = replace(config, device=str(processes.device))
     tokenizer, model = _load(target, config, settings.seed)
-    _check_context(shape.context, model)
+    shape = _fitting(shape, model)
     documents = _documents(files.data, tokenizer, _vocab_size(model))
     rows = cut_rows((ids for ids, _ in documents), shape.context)
     with usage_errors():
@@ -324,11 +324,16 @@ def _load(
     return tokenizer, model
 
 
-def _check_context(context: int, target: "PreTrainedModel") -> None:
+def _fitting(shape: DraftShape, target: "PreTrainedModel") -> DraftShape:
+    """The shape with rows that the target has positions for: the usual length is lowered, another
+    that is too long is refused."""
     config = target.config.get_text_config(decoder=True)
     most = getattr(config, "max_position_embeddings", None)
+    if most is None or shape.context <= most:
+        return shape
     expected = f"at most {most}, the target's positions"
-    require("context", context, most is None or context <= most, expected)
+    require("context", shape.context, shape.context == DraftShape().context, expected)
+    return replace(shape, context=most)
 
 
 def _vocab_size(target: "PreTrainedModel") -> int:

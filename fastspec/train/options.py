@@ -75,7 +75,11 @@ class DraftShape(Options):
         " own weights in 8 bits: a small file that works only with this target.",
         flags=("--vocab-size",),
     )
-    context: int = option(512, integer(2, _MOST), "Number of tokens per row.")
+    context: int = option(
+        512,
+        integer(2, _MOST),
+        "Number of tokens per row; 512 becomes the target's positions where these are fewer.",
+    )
     held_out: float = option(
         0.05,
         number("a number between 0 and 1", lambda value: 0 < value < 1),
