@@ -201,7 +201,6 @@ class Loop:
         ended: list[tuple[EngineRequest, bool]] = []  # and whether they failed
         for index, (request, verdict) in enumerate(zip(running, verdicts, strict=True)):
             if verdict.accepted_len < 0:
-                request.is_torn = True
                 self._post_output(request, "error", *_failure_of(request))
                 ended.append((request, True))
                 continue
@@ -279,7 +278,6 @@ class Loop:
         is_request_error: bool = False,
     ) -> RequestOutput:
         """Post the output of a request with its last event, and remove it."""
-        request.is_torn = True
         output = self._post_output(request, finish_reason, error, is_request_error)
         self._remove(request, failed=error is not None)
         return output
@@ -297,6 +295,7 @@ class Loop:
         error: str | None = None,
         is_request_error: bool = False,
     ) -> RequestOutput:
+        request.is_torn = True
         try:
             output = request.output(finish_reason, error, is_request_error)
         except Exception as raised:  # the tokenizer's

@@ -36,7 +36,7 @@ from fastspec.models.layout import EncoderInput
 from fastspec.models.loading import resolve_device
 from fastspec.tools.stored_outputs import StoredOutput
 
-_RULES = (
+_AS_BY_DEFAULT = (
     "rejection_sample_method",
     "relaxed_acceptance",
     "synthetic_acceptance_rate",
@@ -103,7 +103,7 @@ class Simulator:
         if needed := spec.reads_target:
             raise ValueError(f"method: {spec.method!r} reads {needed}, which stored outputs lack")
         exact = SpecConfig()
-        for name in _RULES:
+        for name in _AS_BY_DEFAULT:
             value, expected = getattr(spec, name), getattr(exact, name)
             require(name, value, value == expected, f"{expected!r}, the only one that is simulated")
         plan = plan_drafter(DrafterContext(spec, config, tokenizer, vocab_size, target, drafter))

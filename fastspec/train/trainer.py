@@ -27,7 +27,7 @@ _OF_A_RUN = ("rate", "warmup", "distillation", "acceptance", "optimizer", "seed"
 _IN_A_CHECKPOINT = {"draft", "optimizers", "record"}
 _DAMAGE = (  # what torch.load raises where bytes are missing or changed
     *(RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError, AssertionError),
-    *(pickle.UnpicklingError, struct.error, OSError, zipfile.BadZipFile),
+    *(pickle.UnpicklingError, struct.error, zipfile.BadZipFile),
 )
 
 Advance = Callable[[int, float], None]  # steps done, running mean of the loss
@@ -182,6 +182,10 @@ class DraftTrainer:
         self.record: dict[str, Any] = {"steps": 0, "tokens": 0, "losses": []}
 
     @property
+    def _num_steps(self) -> int:
+        return self.options.num_steps(self._num_rows, self._processes.num_processes)
+
+    @property
     def draft(self) -> PreTrainedModel:
         """The current model."""
         return self._processes.unwrap_model(self._draft)
@@ -190,10 +194,14 @@ class DraftTrainer:
         """Continue from the last checkpoint; only the number of steps may have changed.
 
         Raises:
-            ValueError: there is none, it is damaged, or it belongs to another run.
+            ValueError: there is none, it is damaged, it belongs to another run, or more steps are
+                done than there are to be.
         """
         check_same_run(self.folder, self._run, self.draft)
         state = _load_checkpoint(self.folder)
+        done = int(state["record"]["steps"])
+        fits = self._num_steps >= done
+        require("steps", self._num_steps, fits, f"at least {done}, which are done")
         self.draft.load_state_dict(state["draft"])
         for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
@@ -201,10 +209,8 @@ class DraftTrainer:
 
     def run(self, advance: Advance) -> dict[str, Any]:
         """Train to the last step, calling `advance` after each."""
-        num_steps = self.options.num_steps(self._num_rows, self._processes.num_processes)
-        done = int(self.record["steps"])
-        require("steps", num_steps, num_steps >= done, f"at least {done}, which are done")
-        for step in range(done, num_steps):
+        num_steps = self._num_steps
+        for step in range(int(self.record["steps"]), num_steps):
             lesson = self._teacher(self._indices(step))
             loss, num_tokens = self._step(lesson, self.options.factor(step, num_steps))
             mean = self.record.get("train_loss", loss)
