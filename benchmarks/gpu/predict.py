@@ -139,7 +139,7 @@ def match_suffix(batch: int, machine: Machine) -> Case:
 def attention(op: str, batch: int, machine: Machine, tokens: int, context: int) -> Case:
     """As kernels/fastspec_kernels/triton/attention.py cuts it up; the context is as long as the
     block table."""
-    group, run = HEADS // KV_HEADS, 2048
+    group, run = HEADS // KV_HEADS, 1024
     few = tokens * group <= 32
     block_m, chunk = (32, 256) if few else (64, 512)
     wanted, least = 256 // KV_HEADS, batch * tokens * group // 64 + batch
@@ -174,9 +174,9 @@ def attention(op: str, batch: int, machine: Machine, tokens: int, context: int) 
         launches.append(Launch(name, idle * KV_HEADS, threads, (), 0, 1))
     if is_split:
         rows = batch * tokens * HEADS
-        # A warp for each head. Factors wait for peaks, and partials for factors; then 8 partials
-        # are on their way while as many are merged.
-        merged = Phase(HEAD_SIZE * 4 * partials, 8 * HEAD_SIZE * 4, cached=True)
+        # A warp for each head. Factors wait for peaks, and partials for factors; then 20 partials
+        # are on their way while 4 are merged.
+        merged = Phase(HEAD_SIZE * 4 * partials, 20 * HEAD_SIZE * 4, cached=True)
         launches.append(Launch("merge d128", rows, 32, (merged,), 0, 0, 5))
     floor = batch * (context * 2 * SLOT + tokens * HEADS * HEAD_SIZE * ITEM * 2)
     shape = {"B": batch, "tokens": tokens, "context": context}

@@ -180,8 +180,13 @@ class Batch:
         tensors: dict[str, Tensor | None] = {}
         for name, dtype, off in _SAMPLING:
             values = [getattr(request.params, name) for request in self.requests]
-            is_off = all(value == off for value in values)
-            tensors[name] = None if is_off else device_tensor(values, dtype, self.device)
+            if len(set(values)) > 1:
+                tensors[name] = device_tensor(values, dtype, self.device)
+            elif values and values[0] != off:  # no copy, which would take the host longer
+                size = (len(values),)
+                tensors[name] = torch.full(size, values[0], dtype=dtype, device=self.device)
+            else:
+                tensors[name] = None
         return cast(SamplingTensors, tensors)
 
     @cached_property

@@ -1,6 +1,5 @@
 """All decoding steps of a draft as one CUDA graph: the host launches it and is free."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -18,12 +17,13 @@ from fastspec.models.graphs import (
     RecentGraphs,
     Run,
     is_near,
+    padded,
     power_of_2,
 )
 from fastspec.models.layout import PagedStep, PassShape, Span, lay_out
 from fastspec.models.reduced_vocabulary import DraftVocabulary
 from fastspec.models.runner import ModelRunner
-from fastspec.models.transfer import host_tensor
+from fastspec.models.transfer import StaticIntegers
 from fastspec_kernels import sample, sample_coupled
 
 MAX_CHAINS = 32  # graphs kept; the least recently used one is dropped
@@ -79,14 +79,14 @@ class GraphedDrafts:
 
     def write(
         self,
-        input_ids: Tensor,
+        input_ids: list[int],
         spans: list[Span],
         counts: list[int],
         sampling: SamplingTensors,
         random_inputs: dict[str, Tensor],
         keeps_logits: bool,
     ) -> Drafts | None:
-        """Read the spans' tokens [T] int64, and continue each text by counts[b] >= 1 tokens.
+        """Read the spans' tokens, and continue each text by counts[b] >= 1 tokens.
 
         The result has max(counts) columns; from column counts[b] on, tokens are -1 and logits
         undefined. None if the steps must run pass by pass: the model is not captured, its runner
@@ -172,17 +172,15 @@ class StaticChain:
         self._vocab_size, self._shape, self._keeps_logits = drafts.vocab_size, shape, keeps_logits
         model, device, num_rows = drafts.runner.paged_model, drafts.runner.device, shape.num_rows
         num_later = num_steps - 1
-        # int64: the first pass and per_token; then of each later step positions, slots, per_token.
-        wide = [shape.wide_size, shape.num_tokens, num_later * 3 * num_rows]
+        # int64: tokens, the first pass, per_token; of each later step positions, slots, per_token.
+        wide = [shape.num_tokens, shape.wide_size, shape.num_tokens, num_later * 3 * num_rows]
         # int32: the first pass and per_sequence; draft lengths; then context_lens of later steps.
         narrow = [shape.narrow_size, shape.batch, num_rows, num_later * num_rows]
-        self._ids = torch.zeros(shape.num_tokens, dtype=torch.int64, device=device)
-        self._wide = torch.zeros(sum(wide), dtype=torch.int64, device=device)
-        self._narrow = torch.zeros(sum(narrow), dtype=torch.int32, device=device)
+        self._inputs = StaticIntegers(sum(wide), sum(narrow), device)
         self.columns = torch.arange(num_steps, dtype=torch.int32, device=device)
-        first, per_token, later = self._wide.split(wide)
+        self._ids, first, per_token, later = self._inputs.wide.split(wide)
         sizes = shape.batch, shape.num_tokens, model.backend
-        narrow_first, per_sequence, self.lengths, contexts = self._narrow.split(narrow)
+        narrow_first, per_sequence, self.lengths, contexts = self._inputs.narrow.split(narrow)
         step = PagedStep.of(drafts.runner.caches, first, narrow_first, *sizes, spans=[])
         self._runner.set_draft_view(step, per_token, per_sequence, True)
         self._steps = [step]
@@ -209,7 +207,7 @@ class StaticChain:
 
     def fill(
         self,
-        input_ids: Tensor,
+        input_ids: list[int],
         spans: list[Span],
         counts: list[int],
         draw_inputs: dict[str, Tensor],
@@ -220,6 +218,7 @@ class StaticChain:
         most_tokens = min(shape.num_tokens, shape.width * size)
         wide, narrow = lay_out(spans, rows, size, shape, most_tokens)
         per_token, per_sequence = runner.draft_view_values(spans, True)
+        wide = padded(input_ids, shape.num_tokens) + wide
         wide += padded(per_token, shape.num_tokens)
         narrow += padded(per_sequence, shape.batch) + padded(counts, shape.num_rows)
         last = [span.start + span.count - 1 for span in spans]
@@ -234,10 +233,7 @@ class StaticChain:
             wide += padded(places, shape.num_rows) + padded(slots, shape.num_rows, -1)
             wide += padded(runner.draft_view_values(later, False)[0], shape.num_rows)
             narrow += padded([place + 1 for place in places], shape.num_rows, 1)
-        self._ids[: len(input_ids)].copy_(input_ids)
-        for buffer, values in ((self._wide, wide), (self._narrow, narrow)):
-            copy = host_tensor(values, buffer.dtype, buffer.device)
-            buffer.copy_(copy, non_blocking=True)
+        self._inputs.replace(wide, narrow)
         for name, value in draw_inputs.items():
             part = tuple(map(slice, value.shape))
             self._draw_inputs[name][part].copy_(value)
@@ -258,8 +254,3 @@ class StaticChain:
                 kept.append(logits)
             ids = picked.clamp(min=0).long()
         return torch.stack(tokens, dim=1), torch.stack(kept, dim=1) if kept else None
-
-
-def padded(values: Sequence[int], length: int, value: int = 0) -> list[int]:
-    """Return the values, followed by `value` up to this length."""
-    return [*values, *[value] * (length - len(values))]

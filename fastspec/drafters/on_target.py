@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from fastspec.drafters.base import Batch, Request
@@ -66,7 +65,7 @@ class OnTargetDrafter(DraftModelDrafter):
 
     def _unread(
         self, requests: Sequence[Request], texts: list[list[int]], num_rows: list[int]
-    ) -> tuple[Tensor, list[Span]]:
+    ) -> tuple[list[int], list[Span]]:
         # Never less than the target's, whose exact keys and values must not be written again.
         self._num_cached.update((r.request_id, self.num_cached(r)) for r in requests)
         return super()._unread(requests, texts, num_rows)

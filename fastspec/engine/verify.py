@@ -84,18 +84,22 @@ def verify(
     wanted = batch.num_draft_tokens if parents is None else batch.max_nodes
     proposed, width = proposal.num_tokens or wanted, proposal.token_ids.shape[1]
     counts = [min(*pair, width) + 1 for pair in zip(wanted, proposed, strict=True)]
-    newest = [[request.token_ids[-1]] for request in requests]
-    newest_ids = device_tensor(newest, torch.int32, batch.device)
-    ids = torch.cat([newest_ids, proposal.token_ids], dim=1)  # [B, 1 + K]
-    if parents is not None:
-        parents = pad(parents.masked_fill(proposal.token_ids < 0, -1), (1, 0), value=-1)
+    newest = [request.token_ids[-1] for request in requests]
     pairs = zip(requests, counts, strict=True)
     spans = [request.span(len(request.token_ids) - 1, count) for request, count in pairs]
-    readable, rows = ids.clamp(0, runner.vocab_size - 1).long(), None
-    readable = readable.view(-1) if min(counts) == width + 1 else packed(readable, counts)
-    if runner.paged_model.recurrent is not None:
-        readable, spans, rows = _after_reread(runner, batch, readable, counts)
-    logits = runner.forward(readable, spans, rows, parents)  # [T, V]
+    is_plain = max(counts) == 1 and parents is None and runner.paged_model.recurrent is None
+    if is_plain:  # the pass need not wait for `ids`
+        logits = runner.forward(newest, spans)
+    newest_ids = device_tensor(newest, torch.int32, batch.device)
+    ids = torch.cat([newest_ids[:, None], proposal.token_ids], dim=1)  # [B, 1 + K]
+    if parents is not None:
+        parents = pad(parents.masked_fill(proposal.token_ids < 0, -1), (1, 0), value=-1)
+    if not is_plain:
+        readable, rows = ids.clamp(0, runner.vocab_size - 1).long(), None
+        readable = readable.view(-1) if min(counts) == width + 1 else packed(readable, counts)
+        if runner.paged_model.recurrent is not None:
+            readable, spans, rows = _after_reread(runner, batch, readable, counts)
+        logits = runner.forward(readable, spans, rows, parents)  # [T, V]
     if proposal.on_target_logits is not None:
         proposal.on_target_logits(logits, counts)
 

@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -20,7 +20,7 @@ from fastspec.models.layout import (
     tree_positions,
 )
 from fastspec.models.paged_model import PagedModel
-from fastspec.models.transfer import host_tensor
+from fastspec.models.transfer import StaticIntegers
 
 MOST_TOKENS = 512  # a longer pass keeps the GPU busy longer than the host needs to launch it
 LEAST_WIDTH = 64  # blocks per row of the block table; wider rows cost nothing to read
@@ -140,6 +140,11 @@ def is_near(larger: PassShape, shape: PassShape, is_rare: bool = False) -> bool:
     return all(a <= b <= factor * a for a, b in zip(shape, larger, strict=True))
 
 
+def padded(values: Sequence[int], length: int, value: int = 0) -> list[int]:
+    """Return the values, followed by `value` up to this length."""
+    return [*values, *[value] * (length - len(values))]
+
+
 def power_of_2(number: int) -> int:
     """Return the smallest power of 2 that is >= a positive number."""
     return 1 << (number - 1).bit_length()
@@ -173,8 +178,8 @@ class GraphedForward:
     """One model's short passes, captured when sizes occur and no captured ones are near.
 
     Sizes are rounded up to limit the number of graphs; the added padding affects no row. A pass
-    waits for none of its copies to the device: two for its layout, more for trees and for what a
-    draft reads of its target.
+    waits for none of its copies to the device: one for its layout and the tokens that the host
+    knows, more for trees and for what a draft reads of its target.
     """
 
     paged_model: PagedModel
@@ -190,7 +195,7 @@ class GraphedForward:
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | list[int],
         spans: list[Span],
         rows: list[int] | None,
         tree: Tree | None,
@@ -292,10 +297,10 @@ class StaticPass:
         self._paged_model = model = graphs.paged_model
         self._keeps_rows = shape.num_rows > 0
         device, sizes = model.device, (shape.batch, shape.num_tokens)
-        self._ids = torch.zeros(shape.num_tokens, dtype=torch.int64, device=device)
-        self._wide = torch.zeros(shape.wide_size, dtype=torch.int64, device=device)
-        self._narrow = torch.zeros(shape.narrow_size, dtype=torch.int32, device=device)
-        buffers = self._wide, self._narrow
+        num_wide = shape.num_tokens + shape.wide_size
+        self._inputs = StaticIntegers(num_wide, shape.narrow_size, device)
+        self._ids, wide = self._inputs.wide.tensor_split((shape.num_tokens,))
+        buffers = wide, self._inputs.narrow
         self._step = PagedStep.of(graphs.caches, *buffers, *sizes, model.backend, spans=[])
         self._step.inputs = graphs.inputs
         self._view = view_buffers(self._step)
@@ -305,7 +310,7 @@ class StaticPass:
 
     def fill(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | list[int],
         wide: list[int],
         narrow: list[int],
         tree: Tree | None,
@@ -313,10 +318,11 @@ class StaticPass:
         view_values: tuple[Tensor, ...],
     ) -> None:
         """Copy a padded pass into the buffers, with the structure of its trees, if any."""
-        step, device = self._step, self._ids.device
-        self._ids[: len(input_ids)].copy_(input_ids)
-        self._wide.copy_(host_tensor(wide, torch.int64, device), non_blocking=True)
-        self._narrow.copy_(host_tensor(narrow, torch.int32, device), non_blocking=True)
+        step = self._step
+        known_ids = input_ids if isinstance(input_ids, list) else []
+        self._inputs.replace(padded(known_ids, len(self._ids)) + wide, narrow)
+        if isinstance(input_ids, Tensor):
+            self._ids[: len(input_ids)].copy_(input_ids)
         for buffer, values in zip(self._view, view_values, strict=True):
             buffer[: len(values)].copy_(values)
         if tree is not None and step.ancestor_mask is not None:

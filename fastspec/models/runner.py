@@ -124,12 +124,13 @@ class ModelRunner:
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | list[int],
         spans: list[Span],
         rows: list[int] | None = None,
         parents: Tensor | None = None,
     ) -> Tensor:
-        """Run the spans' packed tokens [T] int64; return logits [R, V] of `rows`, or of all.
+        """Run the spans' packed tokens, a list if the host knows them or a tensor [T] int64; return
+        logits [R, V] of `rows`, or of all.
 
         With `parents` [B, N], see `fastspec_kernels.build_tree`, the tokens of span b are the first
         nodes of tree b, beginning with its root.
@@ -145,6 +146,8 @@ class ModelRunner:
             )
             if logits is not None:
                 return logits
+        if isinstance(input_ids, list):
+            input_ids = device_tensor(input_ids, torch.int64, self.device)
         step = self._step(spans, rows or [], parents)
         positions = step.positions
         if self.paged_model.chunk_size is not None:
@@ -170,7 +173,7 @@ class ModelRunner:
                 if count < span.count:
                     left = span.part(span.start + count, span.count - count)
                     rest.append((ids[count:], left))
-            self.forward(device_tensor(ids_chunk, torch.int64, self.device), span_chunk, rows=[])
+            self.forward(ids_chunk, span_chunk, rows=[])
             pending = rest
 
     def compact(self, spans: list[Span], path: Tensor, accepted_len: Tensor) -> None:
@@ -267,7 +270,7 @@ class SplitRunner(ModelRunner):
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | list[int],
         spans: list[Span],
         rows: list[int] | None = None,
         parents: Tensor | None = None,

@@ -1,8 +1,8 @@
 """Asynchronous copies from the host.
 
-A round of the engine uploads the layout of each forward pass, or of all steps of a draft that are
-one graph, in two buffers, the last committed tokens, and for the kernels the seeds, positions and
-sampling parameters of its requests. It waits for the device once, when `verify` reads back what was
+A round of the engine uploads the layout of each forward pass in two buffers, or that of a CUDA
+graph in one, the last committed tokens, and for the kernels the seeds, positions and sampling
+parameters of its requests. It waits for the device once, when `verify` reads back what was
 accepted, and once more if a request wants log-probabilities.
 """
 
@@ -22,18 +22,45 @@ def device_tensor(
 
     torch's allocator does not reuse the host memory before the copy is done.
     """
-    if device.type != "cpu":
-        return host_tensor(values, dtype, device).to(device, non_blocking=True)
     if dtype in _INTEGERS:  # numpy converts lists several times as fast as torch
-        return torch.from_numpy(np.array(values, dtype=_INTEGERS[dtype], order="C"))
-    return torch.tensor(values, dtype=dtype)
+        tensor = torch.from_numpy(np.array(values, dtype=_INTEGERS[dtype], order="C"))
+    else:
+        tensor = torch.tensor(values, dtype=dtype)
+    if device.type == "cuda":  # only copies of page-locked memory are asynchronous
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
-def host_tensor(values: Sequence | np.ndarray, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Make a tensor on the host, page-locked if it is bound for a GPU, as only such copies are
-    asynchronous."""
-    tensor = device_tensor(values, dtype, torch.device("cpu"))
-    return tensor.pin_memory() if device.type == "cuda" else tensor
+class StaticIntegers:
+    """Integers that a CUDA graph reads at fixed addresses, and that one copy replaces.
+
+    Attributes:
+        wide, narrow: the int64 and int32 ones; 0 at first.
+    """
+
+    def __init__(self, num_wide: int, num_narrow: int, device: torch.device):
+        self._num_wide = num_wide
+        size = 8 * num_wide + 4 * num_narrow
+        self._bytes = torch.zeros(size, dtype=torch.uint8, device=device)
+        self.wide, self.narrow = self._parts(self._bytes)
+        self._on_host: Tensor | None = None
+        self._is_copied = torch.cuda.Event() if device.type == "cuda" else None
+
+    def replace(self, wide: list[int], narrow: list[int]) -> None:
+        """Replace all of them, without waiting for the copy or an earlier one."""
+        if self._on_host is None or not (self._is_copied is None or self._is_copied.query()):
+            self._on_host = torch.empty_like(
+                self._bytes, device="cpu", pin_memory=self._is_copied is not None
+            )
+        for part, values in zip(self._parts(self._on_host), (wide, narrow), strict=True):
+            part.numpy()[:] = values
+        self._bytes.copy_(self._on_host, non_blocking=True)
+        if self._is_copied is not None:
+            self._is_copied.record()
+
+    def _parts(self, both: Tensor) -> tuple[Tensor, Tensor]:
+        wide, narrow = both.tensor_split((8 * self._num_wide,))
+        return wide.view(torch.int64), narrow.view(torch.int32)
 
 
 def padded_tensor(rows: Sequence[Sequence[int]], width: int, device: torch.device) -> Tensor:

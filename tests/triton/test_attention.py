@@ -189,15 +189,15 @@ def test_hostile_numbers_stay_inside_the_cache(mask):
 
 
 def test_room_for_partials():
-    """None where no sequence can be long, or enough programs have all; never more than 256 MB."""
+    """None where no sequence can be long, or enough programs have all; never more than 512 MB."""
     room = attention.room_for_partials
     assert room(1, 32, 160, 128, 256) == 0
     assert room(1, 32, 160, 128, 8192) == 160 * 33
-    assert room(1, 32, 160, 128, 2**17) == 2**16 + 160
+    assert room(1, 32, 160, 128, 2**17) == 2**15 + 160
     assert room(84, 32, 10240, 128, 8192) == 0
-    assert room(84, 32, 10240, 128, 2**14) == 10240 * 9
-    assert room(84, 32, 10240, 128, 2**17) == 2**28 // 528
-    assert room(128, 32, 2**15, 128, 2**17) == 2**28 // 528
+    assert room(84, 32, 10240, 128, 2**14) == 10240 * 17
+    assert room(84, 32, 10240, 128, 2**17) == 2**29 // 528
+    assert room(128, 32, 2**15, 128, 2**17) == 2**29 // 528
     assert room(129, 32, 2**16, 128, 2**17) == 0
 
 

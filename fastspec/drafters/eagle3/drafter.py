@@ -44,7 +44,7 @@ class EagleRunner(ModelRunner):
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | list[int],
         spans: list[Span],
         rows: list[int] | None = None,
         parents: Tensor | None = None,
@@ -54,7 +54,10 @@ class EagleRunner(ModelRunner):
             places = accumulate((span.count for span in spans), initial=0)
             firsts = {place for place, span in zip(places, spans, strict=False) if span.start == 0}
             kept = [row for row in range(len(input_ids)) if row not in firsts]
-            input_ids = input_ids[device_tensor(kept, torch.int64, self.device)]
+            if isinstance(input_ids, list):
+                input_ids = [input_ids[row] for row in kept]
+            else:
+                input_ids = input_ids[device_tensor(kept, torch.int64, self.device)]
             rows = rows and [kept.index(row) for row in rows]
             spans = [span if span.start else span.part(1, span.count - 1) for span in spans]
             spans = [span for span in spans if span.count]

@@ -18,7 +18,7 @@ MAX_HEAD_SIZE = 512  # half of it in float32: larger heads do not fit into the r
 FEW_ROWS = 32
 PROGRAMS_WANTED = 256  # about two per multiprocessor of a large GPU; no more fit on one
 LONG = 2**13  # table slots from which a sequence may be too long for one program
-PARTIAL_BYTES = 256 * 2**20  # maximum scratch for shared sequences
+PARTIAL_BYTES = 512 * 2**20  # maximum scratch for shared sequences
 _DOT_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
@@ -121,7 +121,7 @@ def room_for_partials(tiles: int, wanted: int, num_rows: int, head_size: int, ca
             than sharing gains.
     """
     most = PARTIAL_BYTES // ((head_size + STATS.value) * 4)
-    if capacity <= (LONG if tiles > wanted else FEW_CHUNK.value) or num_rows > most // 8:
+    if capacity <= (LONG if tiles > wanted else FEW_CHUNK.value) or num_rows > most // 16:
         return 0
     chunks, runs = -(-capacity // FEW_CHUNK.value), -(-capacity // RUN.value)
     # Units are chunks only where a program's part is less than a run. A tile then has partials of

@@ -21,7 +21,14 @@ from fastspec_kernels.triton.attention_softmax import (
 from fastspec_kernels.triton.cache_kernels import round_to
 
 PARTS = tl.constexpr(RUN.value // FEW_CHUNK.value)  # partials loaded together: of a run, at most
-AT_ONCE = tl.constexpr(32)  # partials whose factors are found together: a multiple of PARTS
+AT_ONCE = tl.constexpr(128)  # partials whose factors are found together: a multiple of PARTS
+_STORE_ONE = tl.constexpr(
+    "{.reg .pred p; setp.ne.s32 p, $3, 0; @p st.global.f32 [$1], $2; mov.b32 $0, 0;}"
+)
+_STORE_PAIR = tl.constexpr(
+    "{.reg .pred p; setp.ne.s32 p, $6, 0; @p st.global.v2.f32 [$2], {$4, $5};"
+    " mov.b32 $0, 0; mov.b32 $1, 0;}"
+)
 STATS = tl.constexpr(4)  # peak, total, and the merge's factors of what precedes and of the partial
 
 # The keys of a row are accumulated in a fixed tree: blocks of keys in order within a chunk, chunks
@@ -217,13 +224,15 @@ def _store_in_place(target, values, stored, V: tl.constexpr):
     if V.interpreted:
         tl.store(target, values, mask=stored)
     else:
+        # The results of products lie in pairs of columns, which are both stored or neither.
+        IN_PAIRS: tl.constexpr = V.head_size % 2 == 0
         tl.inline_asm_elementwise(
-            "{.reg .pred p; setp.ne.s32 p, $3, 0; @p st.global.f32 [$1], $2; mov.b32 $0, 0;}",
-            "=r,l,f,r",
+            _STORE_PAIR if IN_PAIRS else _STORE_ONE,
+            "=r,=r,l,l,f,f,r,r" if IN_PAIRS else "=r,l,f,r",
             [target.to(tl.int64), values, tl.broadcast_to(stored, values.shape).to(tl.int32)],
             dtype=tl.int32,
             is_pure=False,
-            pack=1,
+            pack=2 if IN_PAIRS else 1,
         )
 
 
@@ -352,7 +361,7 @@ def merge_kernel(
     whole = _empty_state(1, V)
     peak, total = tl.full([], float("-inf"), tl.float32), tl.full([], 0.0, tl.float32)
     mixed = tl.full([V.block_d], 0.0, tl.float32)
-    for group in tl.range(first // per_group, (end + per_group - 1) // per_group, num_stages=2):
+    for group in tl.range(first // per_group, (end + per_group - 1) // per_group, num_stages=6):
         for part in tl.static_range(PARTS):
             index = group * per_group + part
             there = (part < per_group) & (index >= first) & (index < end)

@@ -7,7 +7,7 @@ import triton.language as tl
 # reads it. The more rows, the larger what a chunk leaves behind beside what it reads.
 FEW_CHUNK = tl.constexpr(256)
 CHUNK = tl.constexpr(512)
-RUN = tl.constexpr(2048)
+RUN = tl.constexpr(1024)
 TILE = tl.constexpr(64)  # rows that count as one when the keys are distributed
 BLOCK_BATCH = tl.constexpr(32)  # few enough for sums within a warp
 
