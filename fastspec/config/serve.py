@@ -26,6 +26,7 @@ _NAMES = Kind(
     tuple,
     list[str],
 )
+_NAME = Kind("a non-empty string", lambda value: isinstance(value, str) and value != "")
 _SECONDS = number("a number of seconds > 0", lambda value: value > 0)
 
 
@@ -36,13 +37,13 @@ class ServeConfig(Options):
 
     host: str = option(
         "127.0.0.1",
-        TEXT,
+        _NAME,
         "Address to listen on; by default only this machine can connect.",
         "0.0.0.0 is every interface: then set API keys, and put a TLS proxy in front.",
     )
     port: int = option(8000, integer(0, 65535), "Port to listen on; 0 picks a free one.")
     served_model_name: str | None = option(
-        None, TEXT, "Name of the model in requests and responses; by default that of --target."
+        None, _NAME, "Name of the model in requests and responses; by default that of --target."
     )
     api_keys_file: str | Path | None = option(
         None,

@@ -1,5 +1,6 @@
 """Runs the application until a signal ends it."""
 
+import errno
 import socket
 from math import ceil
 
@@ -9,11 +10,19 @@ from fastspec.config.serve import ServeConfig
 from fastspec.engine.engine import Engine
 from fastspec.serve.app import create_app
 
+_OF_PORTS = (errno.EADDRINUSE, errno.EACCES)  # all else that binding refuses is the address
+
 
 def listen(config: ServeConfig) -> socket.socket:
-    """The socket of a server; OSError if its address or port is not available."""
+    """The socket of a server; OSError, by the field's name, if it is not available."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    return socket.create_server((config.host, config.port), family=family)
+    try:
+        return socket.create_server((config.host, config.port), family=family)
+    except OSError as error:
+        name = "port" if error.errno in _OF_PORTS else "host"
+        raise OSError(f"{name}: {error.strerror or error}") from error
+    except TypeError as error:  # no name that DNS can have
+        raise OSError(f"host: {config.host!r}: {error}") from error
 
 
 def new_server(engine: Engine, config: ServeConfig, model: str) -> uvicorn.Server:

@@ -450,8 +450,12 @@ def test_a_port_that_is_taken_and_other_refusals(tmp_path, engine):
     with serving(engine) as address:
         port = address.rpartition(":")[2]
         for arguments, told in (
-            (["--port", port], "in use"),
+            (["--port", port], "error: --port: Address already in use"),
             (["--port", "99999"], "--port"),
+            (["--host", ""], "error: --host: expected a non-empty string"),
+            (["--host", "999.1.1.1"], "error: --host: "),
+            (["--host", "\u00fc..b"], "error: --host: '\u00fc..b': "),
+            (["--served-model-name", ""], "error: --served-model-name: expected"),
             (["--methods", "magic"], "error: --methods: expected one of ('none', "),
             (["--methods", "mag,auto"], "'tree'), got 'auto'"),
             (["--api-keys-variable", "NOT_SET_AT_ALL"], "--api-keys-variable"),
