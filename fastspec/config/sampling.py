@@ -1,5 +1,6 @@
 """How the tokens of one request are chosen."""
 
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +19,7 @@ from fastspec.config.options import (
 )
 
 _MOST_LOGPROBS = 100
+_DECIMAL_ID = re.compile("0|[1-9][0-9]{0,9}")  # one spelling per id, so that no two keys are equal
 # What the kernels take: float32 numbers that are not denormal, and int32.
 _SMALLEST_FLOAT32, _LARGEST_FLOAT32 = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
 
@@ -42,16 +44,22 @@ def _is_ids(value: Any) -> bool:
     return len(value) > 0 and all(is_int(each) and each >= 0 for each in list(value))
 
 
+def _is_decimal_id(value: Any) -> bool:
+    return isinstance(value, str) and _DECIMAL_ID.fullmatch(value) is not None
+
+
 def _as_bias(value: Any) -> dict[int, float]:
     """A bias for each token; in JSON the ids are strings."""
     expected = 'a mapping like {"15": -5.5} of token ids to numbers; -inf bans a token'
     require("logit_bias", value, isinstance(value, Mapping), expected)
     bias = {}
     for key, added in value.items():
-        is_id = (is_int(key) and key >= 0) or (isinstance(key, str) and key.isdecimal())
+        is_id = (is_int(key) and key >= 0) or _is_decimal_id(key)
+        require("logit_bias", key, is_id, "token ids as keys, in decimal like 15 and not 015")
+        require("logit_bias", key, int(key) not in bias, "each token id once")
         is_ban = isinstance(added, float) and added == float("-inf")
         is_bias = is_ban or (is_number(added) and abs(added) <= _LARGEST_FLOAT32)
-        require("logit_bias", value, is_id and is_bias, expected)
+        require("logit_bias", value, is_bias, expected)
         bias[int(key)] = float(added)
     return bias
 
@@ -173,7 +181,8 @@ class SamplingParams(Options):
         None,
         anything("a mapping of token ids to numbers", _as_bias),
         'Values added to the logits of tokens, like {"15": -5.5}; -inf bans a token.',
-        "Applied before the penalties, which come before temperature and filters.",
+        "Keys are ints, or strings of their decimal digits without leading zeros. Applied before"
+        " the penalties, which come before temperature and filters.",
     )
     bad_words: str | Collection[str | Sequence[int]] | None = option(
         (),

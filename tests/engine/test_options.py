@@ -214,6 +214,21 @@ def test_sampling_params_refuse(field, value):
         SamplingParams(**{field: value})
 
 
+@pytest.mark.parametrize(
+    ("bias", "expected", "key"),
+    [
+        ({"5": 1, "05": 2}, "token ids as keys", "'05'"),
+        ({"\u0665": 1}, "token ids as keys", "'\u0665'"),  # an Arabic 5
+        ({"9" * 5000: 1}, "token ids as keys", "'999"),
+        ({5: 1, "5": 2}, "each token id once", "'5'"),
+    ],
+)
+def test_a_biased_token_has_one_name(bias, expected, key):
+    with pytest.raises(ValueError, match=rf"^logit_bias: expected {expected}.*, got {key}"):
+        SamplingParams(logit_bias=bias)
+    assert SamplingParams(logit_bias={"0": 1, "10": 2}).logit_bias == {0: 1.0, 10: 2.0}
+
+
 def test_sampling_params_as_vllm_means_them():
     params = SamplingParams(
         stop=None, stop_token_ids=None, top_k=-1, max_tokens=None, logits_processors=None

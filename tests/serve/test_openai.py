@@ -329,6 +329,7 @@ BAD = [
     ({"logprobs": True}, "logprobs"),
     ({"stop": ["x"] * 100}, "stop"),
     ({"logit_bias": {"99999": 1}}, "logit_bias"),
+    ({"logit_bias": {"5": 1, "05": 1}}, "logit_bias"),
     ({"prompt": "x" * 600}, "prompt"),
     ({"prompt": [[]]}, "prompt"),
     ({"prompt": [10**9]}, "prompt"),
