@@ -6,7 +6,7 @@ import hashlib
 import hmac
 import logging
 import re
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -29,7 +29,7 @@ from fastspec.serve.engine_thread import EngineFailure, EngineThread, Generation
 from fastspec.serve.metrics import ServerMetrics
 from fastspec.serve.prompts import PromptMaker
 from fastspec.serve.replies import Answer, error_body, server_event, token_text
-from fastspec.serve.requests import Asked, chat, completion, parse_body
+from fastspec.serve.requests import FIELDS, Asked, chat, completion, field_of, parse_body
 
 logger = logging.getLogger(__name__)
 
@@ -52,9 +52,10 @@ class Refused(Exception):
         message: str,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        param: str | None = None,
     ):
         super().__init__(message)
-        body = error_body(status, message, code)
+        body = error_body(status, message, code, param)
         self.response = JSONResponse(body, status, headers=dict(headers or {}))
 
 
@@ -284,7 +285,12 @@ class Endpoint:
             if not message.get("more_body"):
                 return bytes(body)
 
+    def _bad_request(self, message: str, given: Set[str], code: str | None = None) -> Refused:
+        param = field_of(message, given, FIELDS[self.kind])
+        return Refused(400, message, code, param=param)
+
     def _parse(self, body: bytes) -> Asked:
+        parsed: dict[str, Any] = {}
         try:
             parsed = parse_body(body)
             if self.kind == "predict":
@@ -293,12 +299,13 @@ class Endpoint:
                 require("body", [*parsed], fits, 'an object like {"prompt": "a text"}')
                 num_tokens = min(_PREDICT_TOKENS, self.config.max_completion_tokens)
                 params = SamplingParams(max_tokens=num_tokens, top_k=10, top_p=0.9)
-                return Asked([str(prompt)], params)
+                return Asked([str(prompt)], params, fields=parsed.keys())
             asked = (chat if self.kind == "chat" else completion)(
                 parsed, self.config, self.drafters
             )
         except ValueError as error:
-            raise Refused(400, str(error)) from error
+            given = {name for name, value in parsed.items() if value is not None}
+            raise self._bad_request(str(error), given) from error
         _check_model(parsed.get("model"), self.model)
         return asked
 
@@ -306,7 +313,8 @@ class Endpoint:
         prompts = [asked.prompts] if self.kind == "chat" else asked.prompts
         num_texts, most = len(prompts) * asked.params.n, self.config.max_requests
         if num_texts > most:
-            raise Refused(400, f"n: the server generates up to {most} texts at a time")
+            message = f"n: the server generates up to {most} texts at a time"
+            raise self._bad_request(message, asked.fields)
         if self.thread.num_texts + num_texts > most:
             message = f"the limit of {most} texts at a time is reached; try again later"
             raise Refused(429, message, "server_busy", _RETRY_AFTER)
@@ -314,7 +322,7 @@ class Endpoint:
             makers = self._makers(prompts, asked.template)
             return await self.thread.open(makers, asked.params, asked.is_open_ended)
         except (ValueError, RecursionError) as error:
-            raise Refused(400, str(error)) from error
+            raise self._bad_request(str(error), asked.fields) from error
 
     def _makers(
         self, prompts: Sequence[Any], template: Mapping[str, Any] | None
@@ -342,8 +350,10 @@ class Endpoint:
                 times.note(now, events)
                 outputs += [event.output for event in events if event.output is not None]
                 if broken := next((each for each in outputs if each.error is not None), None):
-                    status = 400 if broken.is_request_error else 500
-                    raise Refused(status, str(broken.error), "generation_failed")
+                    message, code = str(broken.error), "generation_failed"
+                    if broken.is_request_error:
+                        raise self._bad_request(message, asked.fields, code)
+                    raise Refused(500, message, code)
                 if asked.stream:
                     await stream.write(answer.chunks(events))
                 else:
@@ -392,7 +402,7 @@ async def _disconnected(receive: Receive) -> None:
 def _check_model(name: Any, model: str) -> None:
     if name is not None and name != model:
         message = f"model: expected {model!r}, got {name!r:.80}"
-        raise Refused(404, message, "model_not_found")
+        raise Refused(404, message, "model_not_found", param="model")
 
 
 def _allowed_hosts(config: ServeConfig) -> frozenset[str] | None:

@@ -24,11 +24,11 @@ _UTF8 = codecs.getincrementaldecoder("utf-8")
 _SPACE = "\u2581"  # how SentencePiece writes it, and what decoders drop before a lone token
 
 
-def error_body(status: int, message: str, code: str | None = None) -> dict[str, Any]:
-    """An error in OpenAI's form; `param` is the field's name that the message begins with."""
+def error_body(
+    status: int, message: str, code: str | None = None, param: str | None = None
+) -> dict[str, Any]:
+    """An error in OpenAI's form; `param` is the field of the request that it is about."""
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
-    field = re.match(r"(\w+): ", message)
-    param = field[1] if field and kind == "invalid_request_error" else None
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 

@@ -1,7 +1,8 @@
 """The bodies of OpenAI's requests, converted to prompts and parameters of the engine."""
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,6 +39,19 @@ CHAT_FIELDS = _COMMON | {
     "chat_template_kwargs",
     "add_generation_prompt",
 }
+FIELDS: Mapping[str, Set[str]] = {
+    "completion": COMPLETION_FIELDS,
+    "chat": CHAT_FIELDS,
+    "predict": {"prompt"},
+}
+# What the engine's errors name, and the fields that may have set it; a format may also be text.
+_SET_BY = {
+    "structured_outputs": (*_GUIDED, "response_format"),
+    "num_speculative_tokens": ("speculation",),
+    "n": ("prompt",),
+    "prompt": ("messages",),
+    "chat": ("messages",),
+}
 _STREAM_OPTIONS = {"include_usage", "continuous_usage_stats"}
 _SPECULATION = {"method", "drafter", "num_speculative_tokens", "metrics", "sources"}
 
@@ -54,6 +68,7 @@ class Asked:
         running_usage: whether each of its chunks has the number so far.
         metrics, sources: whether the response has acceptance statistics, and who wrote each token.
         template: arguments for a conversation's template.
+        fields: names of those that the client gave.
         is_open_ended: whether params.max_tokens is the server's limit rather than the client's
             choice, so that fewer tokens are acceptable.
     """
@@ -66,7 +81,20 @@ class Asked:
     metrics: bool = False
     sources: bool = False
     template: Mapping[str, Any] | None = None
+    fields: Set[str] = frozenset()
     is_open_ended: bool = False
+
+
+def field_of(message: str, given: Set[str], known: Set[str]) -> str | None:
+    """The field of a request that an error is about, by the name that its message begins with.
+
+    Args:
+        given, known: the fields that the client gave, and those that it could have given.
+    """
+    begun = re.match(r"([\w-]+)(\.\w+)*: ", message)
+    name = begun[1] if begun else ""
+    given_names = (each for each in (name, *_SET_BY.get(name, ())) if each in given)
+    return next(given_names, name if name in known else None)
 
 
 def parse_body(body: bytes) -> dict[str, Any]:
@@ -250,17 +278,18 @@ def _asked(
         prompts,
         SamplingParams(**fields),
         stream,
-        _flag(options, "include_usage"),
-        _flag(options, "continuous_usage_stats"),
-        _flag(speculation, "metrics"),
-        _flag(speculation, "sources"),
+        _flag(options, "include_usage", "stream_options."),
+        _flag(options, "continuous_usage_stats", "stream_options."),
+        _flag(speculation, "metrics", "speculation."),
+        _flag(speculation, "sources", "speculation."),
         template,
+        given.keys(),
     )
 
 
-def _flag(given: Mapping[str, Any], name: str) -> bool:
+def _flag(given: Mapping[str, Any], name: str, place: str = "") -> bool:
     value = given.get(name)
-    require(name, value, value is None or isinstance(value, bool), "a bool")
+    require(f"{place}{name}", value, value is None or isinstance(value, bool), "a bool")
     return bool(value)
 
 

@@ -166,7 +166,8 @@ def test_limits(client, fields, status):
 def test_malformed_bodies(client, body, status):
     headers = {"content-type": "application/json"}
     for path in (COMPLETIONS, "/v1/chat/completions", "/predict"):
-        error_of(client.post(path, content=body, headers=headers), status)
+        error = error_of(client.post(path, content=body, headers=headers), status)
+        assert error["param"] is None or error["param"].encode() in body
 
 
 def test_a_body_without_its_length_is_cut_off_too(client):
@@ -203,6 +204,8 @@ def test_the_published_demo(client, engine):
     response = client.post("/predict", json={"prompt": "import os\n"})
     assert isinstance(response.json(), str)
     error_of(client.post("/predict", json={"prompt": "x", "max_tokens": 3}), 400)
+    error = error_of(client.post("/predict", json={"prompt": "x" * 41}), 400)
+    assert error["param"] == "prompt"
     with serving(engine, max_completion_tokens=3) as address:
         text = httpx2.post(f"{address}/predict", json={"prompt": "import os\n"}).json()
     assert len(text.encode()) <= 12

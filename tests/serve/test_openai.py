@@ -319,6 +319,10 @@ def event(index, ended=0):
     return StreamEvent("r", "", () if ended else (7,), output=output, index=index)
 
 
+def schema_format(schema, **more):
+    return {"type": "json_schema", "json_schema": {"schema": schema, **more}}
+
+
 DEAD_END = {"allowed_token_ids": [65], "bad_words": [[65, 65]]}
 BAD = [
     ({"temperature": -1}, "temperature"),
@@ -326,6 +330,8 @@ BAD = [
     ({"max_tokens": True}, "max_tokens"),
     ({"n": 100}, "n"),
     ({"n": "two"}, "n"),
+    ({"prompt": [PROMPT] * 100}, "prompt"),
+    ({"n": 3, "prompt": [PROMPT] * 100}, "n"),
     ({"logprobs": True}, "logprobs"),
     ({"stop": ["x"] * 100}, "stop"),
     ({"logit_bias": {"99999": 1}}, "logit_bias"),
@@ -341,7 +347,7 @@ BAD = [
     ({"response_format": {"type": "xml"}}, "response_format"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream_options": {"usage": True}, "stream": True}, "stream_options"),
-    ({"stream_options": {"continuous_usage_stats": 1}, "stream": True}, "continuous_usage_stats"),
+    ({"stream_options": {"continuous_usage_stats": 1}, "stream": True}, "stream_options"),
     ({"store": True}, "store"),
     ({"store": 0}, "store"),
     ({"store": True, "metadata": {}}, "store"),
@@ -350,19 +356,25 @@ BAD = [
     ({"service_tier": ["auto"]}, "service_tier"),
     ({"parallel_tool_calls": True}, "parallel_tool_calls"),
     ({"speculation": {"method": "magic"}}, "speculation"),
-    ({"speculation": {"num_speculative_tokens": 99}}, "num_speculative_tokens"),
+    ({"speculation": {"num_speculative_tokens": 99}}, "speculation"),
     ({"speculation": {"k": 1}}, "speculation"),
-    ({"guided_regex": "["}, "structured_outputs"),
+    ({"speculation": {"metrics": 1}}, "speculation"),
+    ({"guided_regex": "["}, "guided_regex"),
+    ({"guided_regex": "[", "response_format": {"type": "text"}}, "guided_regex"),
+    ({"structured_outputs": {"regex": "["}}, "structured_outputs"),
+    ({"response_format": schema_format({"type": "nothing"})}, "response_format"),
+    ({"top-p": 1}, "top-p"),
+    ({"messages": MESSAGES}, "messages"),
     (
         {"allowed_token_ids": [7], "stop_token_ids": [7], "min_tokens": 2, "max_tokens": 4},
         "allowed_token_ids",
     ),
-    ({"guided_regex": "ab", "allowed_token_ids": [5]}, "structured_outputs"),
-    ({"guided_choice": ["a"], "bad_words": ["a"]}, "structured_outputs"),
+    ({"guided_regex": "ab", "allowed_token_ids": [5]}, "guided_regex"),
+    ({"guided_choice": ["a"], "bad_words": ["a"]}, "guided_choice"),
     # Only known once there are some tokens.
     (DEAD_END, "allowed_token_ids"),
-    ({"guided_regex": "(?:a{1000}){1000}"}, "structured_outputs"),
-    ({"guided_regex": "ab", "allowed_token_ids": [64]}, "structured_outputs"),
+    ({"guided_regex": "(?:a{1000}){1000}"}, "guided_regex"),
+    ({"guided_regex": "ab", "allowed_token_ids": [64]}, "guided_regex"),
 ]
 
 
@@ -414,6 +426,7 @@ def test_a_failure_of_the_model_is_the_servers_however_it_is_worded(client, monk
                 {"role": "assistant", "tool_calls": [{"function": {"arguments": "[" * 9999}}]}
             ]
         },
+        {"messages": [{"role": "user", "content": "x" * 600}]},
         {"messages": MESSAGES, "top_logprobs": 2},
         {"messages": MESSAGES, "tools": "all"},
         {"messages": MESSAGES, "tool_choice": "required"},
@@ -427,8 +440,9 @@ def test_a_failure_of_the_model_is_the_servers_however_it_is_worded(client, monk
     ],
 )
 def test_chats_that_cannot_be_served(client, fields):
-    with pytest.raises(openai.BadRequestError):
+    with pytest.raises(openai.BadRequestError) as caught:
         client.post("/chat/completions", body=fields, cast_to=object)
+    assert caught.value.param in fields
 
 
 def test_a_chat_without_a_number_of_tokens_takes_what_the_cache_holds():
@@ -442,13 +456,14 @@ def test_a_chat_without_a_number_of_tokens_takes_what_the_cache_holds():
         with pytest.raises(openai.BadRequestError) as caught:
             client.chat.completions.create(**ask, max_tokens=48)
     assert usage.total_tokens == engine.num_cache_tokens == 48
-    assert caught.value.param == "num_blocks"
+    assert "num_blocks" in str(caught.value)
+    assert caught.value.param is None  # nor the prompt or max_tokens, which need room together
 
 
 def test_another_model_is_not_found(client):
     with pytest.raises(openai.NotFoundError) as caught:
         client.completions.create(model="gpt-4", prompt="x")
-    assert caught.value.code == "model_not_found"
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
     assert caught.value.type == "invalid_request_error"
 
 
