@@ -52,6 +52,7 @@ _SET_BY = {
     "prompt": ("messages",),
     "chat": ("messages",),
 }
+_OF_SCHEMAS = {"name": str, "description": str, "strict": bool}  # change nothing here
 _STREAM_OPTIONS = {"include_usage", "continuous_usage_stats"}
 _SPECULATION = {"method", "drafter", "num_speculative_tokens", "metrics", "sources"}
 
@@ -167,8 +168,7 @@ def chat(body: Mapping[str, Any], config: ServeConfig, drafters: Mapping[str, st
 
 def _given(body: Mapping[str, Any], known: set[str]) -> dict[str, Any]:
     """The fields of a body, without those that are null."""
-    if unknown := sorted({*body} - known):
-        raise ValueError(f"{unknown[0]:.60}: unknown field; known are {', '.join(sorted(known))}")
+    _check_names("", body, known)
     given = {name: value for name, value in body.items() if value is not None}
     store, metadata = given.get("store"), given.get("metadata", {})
     fits = store is None or store is False
@@ -210,15 +210,28 @@ def _response_format(form: Any) -> dict[str, Any]:
     kind = form.get("type") if isinstance(form, dict) else None
     expected = "an object whose type is text, json_object or json_schema"
     require("response_format", form, kind in ("text", "json_object", "json_schema"), expected)
-    if kind == "text":
-        return {}
-    if kind == "json_object":
-        return {"json_object": True}
+    _check_names("response_format.", form, {"type", "json_schema"})
     inner = form.get("json_schema")
-    schema = inner.get("schema") if isinstance(inner, dict) else None
+    if kind != "json_schema":
+        refuse("response_format.json_schema", inner, f"not with type {kind}")
+        return {} if kind == "text" else {"json_object": True}
+    inner = inner if isinstance(inner, dict) else {}
+    schema = inner.get("schema")
     fits = isinstance(schema, dict)
     require("response_format", form, fits, 'a schema: {"json_schema": {"schema": {...}}}')
+    place = "response_format.json_schema."
+    _check_names(place, inner, {"schema", *_OF_SCHEMAS})
+    for name, type_ in _OF_SCHEMAS.items():
+        value = inner.get(name)
+        fits = value is None or isinstance(value, type_)
+        require(f"{place}{name}", value, fits, f"a {type_.__name__}")
     return {"json": schema}
+
+
+def _check_names(place: str, given: Mapping[str, Any], known: Set[str]) -> None:
+    if unknown := sorted({*given} - known):
+        expected = ", ".join(sorted(known))
+        raise ValueError(f"{place}{unknown[0]:.60}: unknown field; known are {expected}")
 
 
 def _max_tokens(

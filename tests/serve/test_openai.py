@@ -124,7 +124,7 @@ def test_running_usage(client, kind):
 
 def test_fields_that_ask_for_nothing(client):
     fields = {"store": False, "metadata": {"a": "b"}, "user": "u", "safety_identifier": "s"}
-    fields |= {"prompt_cache_key": "k"}
+    fields |= {"prompt_cache_key": "k", "response_format": {"type": "text", "json_schema": None}}
     for tier in ("auto", "default"):
         asked = {"extra_body": {"ignore_eos": True, **fields, "service_tier": tier}}
         assert complete(client, **asked).choices == complete(client).choices
@@ -212,7 +212,12 @@ def test_offsets_count_the_characters_that_stand_for_broken_bytes(client, engine
         {
             "response_format": {
                 "type": "json_schema",
-                "json_schema": {"name": "n", "schema": {"type": "object"}},
+                "json_schema": {
+                    "name": "n",
+                    "description": "d",
+                    "schema": {"type": "object"},
+                    "strict": False,
+                },
             }
         },
     ],
@@ -384,6 +389,24 @@ def test_what_cannot_be_served_is_refused_by_name(client, fields, param):
         client.post("/completions", body={"prompt": PROMPT, **fields}, cast_to=object)
     assert caught.value.param == param
     assert caught.value.type == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("form", "place"),
+    [
+        ({"type": "json_object", "schema": {"type": "object"}}, "schema: unknown field"),
+        ({"type": "json_object", "json_schema": {}}, "json_schema: not with type json_object"),
+        ({"type": "text", "json_schema": {"schema": {}}}, "json_schema: not with type text"),
+        (schema_format({}) | {"strict": True}, "strict: unknown field"),
+        (schema_format({}, strictly=True), "json_schema.strictly: unknown field"),
+        (schema_format({}, strict="yes"), "json_schema.strict: expected a bool"),
+        (schema_format({}, name=3), "json_schema.name: expected a str"),
+    ],
+)
+def test_no_part_of_a_response_format_is_passed_over(client, form, place):
+    with pytest.raises(openai.BadRequestError, match=rf"response_format\.{place}") as caught:
+        complete(client, extra_body={"response_format": form})
+    assert caught.value.param == "response_format"
 
 
 @pytest.mark.parametrize("logprobs", [-1, 21])
