@@ -76,7 +76,7 @@ def chat_text(
         options: further arguments of the tokenizer's apply_chat_template.
     Raises:
         ValueError: there is no tokenizer or no template, a message is malformed or has parts that
-            are not text, or the template fails.
+            are not text or more than that, or the template fails.
     """
     messages = [_template_message(message) for message in messages]
     if tokenizer is None:
@@ -131,4 +131,9 @@ def _tool_call(call: Any) -> dict[str, Any]:
 def _text_of(part: Any) -> str | None:
     is_text = isinstance(part, dict) and part.get("type", "text") == "text"
     text = part.get("text") if is_text else None
-    return text if isinstance(text, str) else None
+    if not isinstance(text, str):
+        return None
+    for name, value in part.items():
+        if name not in ("type", "text") and value is not None:
+            raise ValueError(f"messages: content: unknown field {name!r:.60} of a text part")
+    return text

@@ -101,10 +101,10 @@ def field_of(message: str, given: Set[str], known: Set[str]) -> str | None:
 def parse_body(body: bytes) -> dict[str, Any]:
     """The JSON object in a body; ValueError for anything else."""
     try:
-        parsed = json.loads(body, parse_constant=_no_number)
+        parsed = json.loads(body, parse_constant=_no_number, object_pairs_hook=_object)
         json.dumps(parsed, ensure_ascii=False).encode()  # escapes may make halves of characters
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"body: not JSON: {error}") from error
+        raise ValueError(f"body: invalid JSON: {error}") from error
     if not isinstance(parsed, dict):
         raise ValueError(f"body: expected an object, got {type(parsed).__name__}")
     return parsed
@@ -250,6 +250,8 @@ def _template(given: Mapping[str, Any]) -> dict[str, Any]:
     require("chat_template_kwargs", template, isinstance(template, dict), "an object")
     if "chat_template" in template:
         raise ValueError("chat_template_kwargs: chat_template cannot be set by requests")
+    for name in ("tools", "add_generation_prompt"):
+        refuse("chat_template_kwargs", template.get(name), f"{name} is a field of its own")
     tools, choice = given.get("tools"), given.get("tool_choice")
     fits = tools is None or (isinstance(tools, list) and all(isinstance(t, dict) for t in tools))
     require("tools", tools, fits, "a list of objects")
@@ -312,6 +314,16 @@ def _is_text(value: Any) -> bool:
 
 def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(map(is_int, value))
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object; ValueError for one that has a name twice, of which Python takes the last."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{name!r:.60} is given twice in an object")
+        found[name] = value
+    return found
 
 
 def _no_number(name: str) -> float:

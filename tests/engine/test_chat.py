@@ -80,6 +80,11 @@ def test_what_the_template_is_told(engine):
         ([HI[0], "hi"], {}, "messages: expected objects with a role"),
         ([{"role": "user"}], {}, "messages: expected content"),
         ([{"role": "user", "content": [{"type": "image"}]}], {}, "content: a string, or parts of"),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": "h", "image_url": "i"}]}],
+            {},
+            "messages: content: unknown field 'image_url'",
+        ),
         ([{"role": "assistant", "tool_calls": [{}]}], {}, "tool_calls: objects with a function"),
         (HI, {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs: tokenize"),
         (HI, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs: messages"),

@@ -157,6 +157,8 @@ def test_limits(client, fields, status):
         (b"\xff\xfe", 400),
         (b'{"prompt": "\\ud800"}', 400),
         (b'{"prompt": "a", "temperature": NaN}', 400),
+        (b'{"prompt": "a", "prompt": "b"}', 400),
+        (b'{"prompt": "a", "logit_bias": {"5": 1, "5": 2}}', 400),
         (b'{"prompt": "a", "seed": ' + b"9" * 3000 + b"}", 400),
         (b"[" * 3900, 400),
         (b'{"prompt": ' + b"[" * 1900 + b"]" * 1900 + b"}", 400),
