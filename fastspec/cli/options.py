@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
-from fastspec.config.files import check_can_write, parse_json
+from fastspec.config.files import check_can_write, parse_json, refuse_inputs
 from fastspec.config.methods import Method, methods
 from fastspec.config.options import Option, options_of
 from fastspec.config.serve import ServeConfig
@@ -26,6 +26,7 @@ _PANELS = {
 }
 # Of SamplingParams, where a run is measured, and its text is no more than what is timed.
 FIXED_RUN: dict[str, Any] = {"temperature": 0.0, "seed": 0, "ignore_eos": True}
+_STDIN = Path("/dev/stdin")  # the file that stdin is redirected from
 _FEW = 3  # methods that a help text names
 
 
@@ -64,6 +65,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     Configs are the parameters that are annotated with `Flags`.
     """
     parameters: list[Parameter] = []
+    outputs: set[str] = set()
     configs: dict[str, tuple[type, list[Option], dict[str, Any]]] = {}
     known = methods()  # asked for once: it reads the metadata of every installed package
     for parameter in signature(function).parameters.values():
@@ -77,9 +79,12 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
             parameters += [_flag(config, option, flags, known) for option in offered]
         else:
             parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY))
+            if getattr(flags, "callback", None) is _check_output:
+                outputs.add(parameter.name)
 
     @wraps(function)
     def run(**values: Any) -> None:
+        _refuse_inputs(outputs, values)
         for name, (config, options, fixed) in configs.items():
             given = {option: values.pop(option.name) for option in options}
             read = {o.name: _read(o, value) for o, value in given.items() if value is not None}
@@ -89,6 +94,20 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     vars(run)["__signature__"] = Signature(parameters)
     return run
+
+
+def _refuse_inputs(outputs: set[str], values: dict[str, Any]) -> None:
+    """Refuse output files that the command also reads."""
+    inputs = [_STDIN]
+    for name, value in values.items():
+        if name == "target":
+            inputs.append(Path(value))
+        elif name not in outputs:
+            several = value if isinstance(value, (list, tuple)) else [value]
+            inputs += [file for file in several if isinstance(file, Path)]
+    for name in outputs:
+        if values[name] is not None:
+            refuse_inputs(name, values[name], inputs)
 
 
 def _flag(config: type, option: Option, flags: Flags, known: dict[str, Method]) -> Parameter:
@@ -132,14 +151,14 @@ def _number(text: str) -> int | float | str:
 
 
 def output_file(help: str, metavar: str = "FILE", *flags: str) -> Any:
-    """The declaration of a file that is written at the end; checks that it can be written."""
+    """The declaration of a file that is written at the end, and must not be an input as well."""
+    return typer.Option(*flags, metavar=metavar, help=help, callback=_check_output)
 
-    def check(parameter: typer.CallbackParam, file: Path | None) -> Path | None:
-        if file is not None:
-            check_can_write(str(parameter.name), file)
-        return file
 
-    return typer.Option(*flags, metavar=metavar, help=help, callback=check)
+def _check_output(parameter: typer.CallbackParam, file: Path | None) -> Path | None:
+    if file is not None:
+        check_can_write(str(parameter.name), file)
+    return file
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON only, one object per line.")]

@@ -1,7 +1,7 @@
 """Text files: read with errors that name the option, written whole or not at all."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -26,6 +26,13 @@ def check_can_write(field: str, path: Path) -> None:
             return
     except OSError as error:
         raise ValueError(f"{field}: cannot write {str(path)!r}: {error.strerror}") from error
+
+
+def refuse_inputs(field: str, path: Path, inputs: Iterable[Path]) -> None:
+    """Refuse an output file that is one of the inputs, under whatever name or link."""
+    for file in inputs:
+        is_input = path.is_file() and file.exists() and path.samefile(file)
+        require(field, str(path), not is_input, "another file than an input of the command")
 
 
 def require_regular(field: str, path: Path) -> None:

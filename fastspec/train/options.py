@@ -5,7 +5,7 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 
 from fastspec.config.checks import require
-from fastspec.config.files import check_can_write, require_file
+from fastspec.config.files import check_can_write, refuse_inputs, require_file
 from fastspec.config.options import (
     BOOL,
     PATH,
@@ -52,6 +52,7 @@ class TrainFiles(Options):
         require("out", str(self.out), fits, "a folder, not a file")
         if self.plot is not None:
             check_can_write("plot", self.plot)
+            refuse_inputs("plot", self.plot, self.data)
             require_plotting()
 
 

@@ -3,8 +3,10 @@
 import json
 import os
 import stat
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -45,6 +47,15 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, content in FILES.items():
         (tmp_path / name).write_bytes(content)
     monkeypatch.chdir(tmp_path)
+
+
+def run(*arguments, **options) -> SimpleNamespace:
+    """The command line in a process of its own, which takes stdin and other options."""
+    command = [sys.executable, "-m", "fastspec", *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    options = {"stdout": subprocess.PIPE, "stdin": subprocess.DEVNULL, "env": environment} | options
+    ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, **options)
+    return SimpleNamespace(**vars(ended), exit_code=ended.returncode)
 
 
 def assert_one_line(result, named, code):
@@ -137,6 +148,39 @@ def test_an_output_of_many_tokens_is_simulated(invoke, bundled, tmp_path):
     file.write_text(json.dumps({**STORED, "max_tokens": 10**27}), encoding="utf-8")
     result = invoke("simulate", file, "--method", "mag")
     assert result.exit_code == 0, result.stderr
+
+
+@pytest.mark.parametrize("name", ["run.jsonl", "./run.jsonl", "link.jsonl", "same.jsonl"])
+@pytest.mark.parametrize(
+    ("arguments", "option"),
+    [
+        (["train", "bigram", "text.txt", "run.jsonl"], "--out"),
+        (["train", "bigram", "text.txt", "--target", "run.jsonl"], "--out"),
+        (["train", "draft", "--data", "text.txt", "--data", "run.jsonl", "--out", "o"], "--plot"),
+        (["generate", *PROMPT, "--prompts-file", "run.jsonl"], "--save-outputs"),
+        (["simulate", "run.jsonl", "--method", "mag"], "--log"),
+        (["batch", "--input", "run.jsonl"], "--output"),
+        (["tune", "--prompts-file", "run.jsonl"], "--out"),
+        (["bench", "--prompts-file", "run.jsonl"], "--profile"),
+    ],
+)
+def test_no_output_is_an_input(invoke, bundled, name, arguments, option):
+    file = Path("run.jsonl")
+    content = file.read_bytes()
+    Path("link.jsonl").symlink_to(file)
+    Path("same.jsonl").hardlink_to(file)
+    result = invoke(*arguments, option, name)
+    assert_one_line(result, f"{option}: expected another file than an input", 2)
+    assert file.read_bytes() == content
+
+
+def test_no_output_is_the_file_on_stdin(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("a\n", encoding="utf-8")
+    with file.open() as stream:
+        result = run("generate", "--seed", "1", "--save-outputs", file, stdin=stream)
+    assert_one_line(result, "--save-outputs: expected another file", 2)
+    assert file.read_text(encoding="utf-8") == "a\n"
 
 
 def test_ctrl_c(invoke, pair, monkeypatch):
