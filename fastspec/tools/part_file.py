@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from filelock import FileLock, Timeout
 
@@ -16,7 +16,8 @@ class PartFile:
     """JSON lines in FILE.part, beside the FILE that the finished run writes.
 
     The first line identifies the run. Only a last line without its end, which the interruption may
-    have cut off, is dropped; in any other file nothing is changed.
+    have cut off, is dropped; in any other file nothing is changed. The file begins with the first
+    result, so a run that is refused before leaves none.
 
     Attributes:
         kept: the results of earlier runs, in their order.
@@ -25,9 +26,9 @@ class PartFile:
     def __init__(self, field: str, target: Path, head: dict[str, Any], fits: Callable[[Any], bool]):
         self._target = target
         self._path = target.with_name(f"{target.name}.part")
+        self._head = head
+        self._stream: TextIO | None = None
         self.kept = self._read(field, head, fits)
-        write_whole("".join(json.dumps(line) + "\n" for line in (head, *self.kept)), self._path)
-        self._stream = self._path.open("a", encoding="utf-8")
 
     def _read(self, field: str, head: dict[str, Any], fits: Callable[[Any], bool]) -> list[Any]:
         text = read_text(field, self._path) if self._path.exists() else ""
@@ -44,17 +45,25 @@ class PartFile:
 
     def add(self, *results: Any) -> None:
         """Keep results, each on a line of its own."""
-        self._stream.write("".join(json.dumps(result) + "\n" for result in results))
+        if self._stream is None:
+            write_whole(_lines(self._head, *self.kept), self._path)
+            self._stream = self._path.open("a", encoding="utf-8")
+        self._stream.write(_lines(*results))
         self._stream.flush()
 
     def finish(self, text: str) -> None:
         """Write the whole file, and remove this one."""
         write_whole(text, self._target)
-        self._path.unlink()
+        self._path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Leave the file to the next run, if it is not finished."""
-        self._stream.close()
+        if self._stream is not None:
+            self._stream.close()
+
+
+def _lines(*values: Any) -> str:
+    return "".join(json.dumps(value) + "\n" for value in values)
 
 
 @contextmanager

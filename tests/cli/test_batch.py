@@ -244,12 +244,13 @@ def test_a_damaged_rest_is_named_and_left(job, source, tmp_path, line, named):
     part, target = tmp_path / "out.jsonl.part", tmp_path / "out.jsonl"
 
     def stop(done, total):
-        raise KeyboardInterrupt
+        if done:
+            raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         run_batch(job, source, target, progress=stop)
     assert [*tmp_path.glob("*.lock")] == []
-    head = part.read_text()
+    head = part.read_text().splitlines(keepends=True)[0]
     part.write_text(f"{head}{line}\n")
     with pytest.raises(ValueError, match=rf"^output: .*out\.jsonl\.part is damaged.*{named}"):
         run_batch(job, source, target)
@@ -258,6 +259,20 @@ def test_a_damaged_rest_is_named_and_left(job, source, tmp_path, line, named):
     with pytest.raises(ValueError, match=r"^output: .*out\.jsonl\.part is from a run"):
         run_batch(job, source, target)
     assert part.read_text() == "somebody's line"
+
+
+def test_a_refused_run_leaves_nothing_in_the_way(invoke, pair, source, tmp_path):
+    files = ["--input", source, "--output", tmp_path / "out.jsonl"]
+    result = invoke("batch", "--target", tmp_path / "nowhere", *files)
+    assert (result.exit_code, "--target: no such folder" in result.stderr) == (1, True)
+    assert [*tmp_path.glob("out*")] == []
+    assert invoke("batch", *pair, *files, "--max-tokens", "1").exit_code == 0
+
+
+def test_no_rows_have_no_answers(job, tmp_path):
+    (tmp_path / "in.jsonl").write_text("\n")
+    assert run_batch(job, tmp_path / "in.jsonl", tmp_path / "out.jsonl") == 0
+    assert (tmp_path / "out.jsonl").read_text() == ""
 
 
 def test_errors_name_the_options(invoke, pair, source, tmp_path):

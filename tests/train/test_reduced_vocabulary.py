@@ -314,6 +314,7 @@ def test_written_texts_go_on_where_they_stopped(chat_folder, tmp_path):
     engine.tokenizer.chat_template = None
     with pytest.raises(ValueError, match="no chat template"):
         write_texts(engine, "target", prompts, 5, tmp_path / "none.jsonl", lambda _: None)
+    assert sorted(tmp_path.iterdir()) == [broken, whole]
 
 
 def interrupted(engine, prompts, file):
