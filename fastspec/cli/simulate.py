@@ -91,7 +91,7 @@ def simulate(
     require_file("outputs", outputs_file)
     texts = prompts.named() or None
     if plot is not None:
-        require_plotting()
+        require_plotting(plot)
     begin()
     from fastspec.models.loading import load_tokenizer, target_decoder_start, target_vocab_size
     from fastspec.tools.simulate import Simulator

@@ -4,20 +4,31 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fastspec.config.checks import require
+
 if TYPE_CHECKING:
     from fastspec.engine.stats import SpecStats
 
 
-def require_plotting() -> Any:
-    """matplotlib's Figure, which draws without a display.
+_NEEDS_LATEX = "pgf"
+
+
+def require_plotting(path: Path) -> Any:
+    """matplotlib's Figure, which draws without a display, to plot to a file.
 
     Raises:
-        ValueError: matplotlib is not installed.
+        ValueError: matplotlib is not installed, or does not know the suffix of the file.
     """
     try:
+        from matplotlib.backend_bases import (  # pyright: ignore[reportMissingImports]
+            FigureCanvasBase,
+        )
         from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ValueError("plot: needs matplotlib; install fastspec-kernels[plot]") from error
+    known = FigureCanvasBase.get_supported_filetypes().keys() - {_NEEDS_LATEX}
+    expected = f"a file whose suffix is one of {', '.join(sorted(known))}"
+    require("plot", str(path), path.suffix[1:].lower() in known, expected)
     return Figure
 
 
@@ -27,7 +38,7 @@ def plot_loss(losses: Sequence[float], path: Path) -> None:
     Raises:
         ValueError: as for `plot_acceptance`.
     """
-    figure = require_plotting()(figsize=(6, 3), layout="constrained")
+    figure = require_plotting(path)(figsize=(6, 3), layout="constrained")
     chart = figure.subplots()
     width = max(1, len(losses) // 50)
     means = [
@@ -54,9 +65,9 @@ def plot_acceptance(stats: "SpecStats", rates: list[float], path: Path) -> None:
         rates: by position in the draft, see `formulas.acceptance_by_position`.
         path: the image file; its suffix determines the format.
     Raises:
-        ValueError: matplotlib is not installed, or does not know the suffix; nothing is written.
+        ValueError: see `require_plotting`; nothing is written.
     """
-    figure = require_plotting()(figsize=(8, 3), layout="constrained")
+    figure = require_plotting(path)(figsize=(8, 3), layout="constrained")
     steps, curve = figure.subplots(1, 2)
     steps.bar(range(len(stats.acceptance_histogram)), stats.acceptance_histogram)
     steps.set(xlabel="accepted draft tokens", ylabel="target passes")

@@ -53,7 +53,7 @@ class TrainFiles(Options):
         if self.plot is not None:
             check_can_write("plot", self.plot)
             refuse_inputs("plot", self.plot, self.data)
-            require_plotting()
+            require_plotting(self.plot)
 
 
 @documented

@@ -171,6 +171,23 @@ def test_a_plot(invoke, pair, stored, tmp_path):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("name", ["counts.what", "counts", "counts.pgf"])
+@pytest.mark.parametrize(
+    "arguments",
+    [["simulate", "run.jsonl"], ["train", "draft", "--data", "run.jsonl", "--out", "o"]],
+)
+def test_a_plot_of_another_format(invoke, tmp_path, monkeypatch, arguments, name):
+    """It is refused before the file is even read."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.jsonl").write_text("{", encoding="utf-8")
+    result = invoke(*arguments, "--plot", name)
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("fastspec: error: --plot: expected a file whose suffix is one of ")
+    assert line.endswith(f", got '{name}'")
+
+
 def test_a_plot_without_matplotlib(invoke, pair, stored, tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     result = invoke("simulate", stored[0], *pair, "--plot", tmp_path / "counts.png")
