@@ -175,6 +175,17 @@ def _check_row(place: str, row: Any, params: SamplingParams) -> None:
         _params_of(row, params)
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from error
+    for name, value in row.items():
+        require(f"{place}: {name}", value, _is_finite(value), "only finite numbers")
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether a value can be written as JSON; 1e999 is read as infinity, which cannot."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        return False
+    return True
 
 
 def _params_of(row: Mapping[str, Any], params: SamplingParams) -> SamplingParams:

@@ -92,6 +92,8 @@ def test_rows_have_options_of_their_own(job, tmp_path):
         ("top_P", 0.5, "line 2: top_P: expected top_p"),
         ("maxTokens", 3, "line 2: maxTokens: expected max_tokens"),
         ("top-logprobs", 3, "line 2: top-logprobs: expected top_logprobs"),
+        ("score", float("inf"), "line 2: score: expected only finite numbers"),
+        ("meta", {"scores": [1, float("nan")]}, "line 2: meta: expected only finite numbers"),
     ],
 )
 def test_rows_that_cannot_be_answered_as_they_ask(job, tmp_path, field, value, message):
