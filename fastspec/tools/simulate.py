@@ -50,7 +50,7 @@ class Simulation:
 
     Attributes:
         steps: one for each target pass.
-        stats: the same counts as those of a live request; every end counts as a "stop".
+        stats: the same counts as those of a live request, which ended as the stored one.
     """
 
     steps: list[Step] = field(default_factory=list)
@@ -191,6 +191,7 @@ class Simulator:
             stop_ids=ends.difference(output.token_ids[:-1]),
             max_len=len(begin) + min(output.params.max_tokens or reached, reached),
             text=[*begin, *output.token_ids],
+            end=output.end,
             encoder_input=None if start is None else EncoderInput(list(prompt)),
         )
 
@@ -200,11 +201,12 @@ class _StoredRequest(EngineRequest):
     """A request whose text is known; its token_ids are what has been matched so far."""
 
     text: list[int] = field(default_factory=list)
+    end: str = "stop"
     steps: list[Step] = field(default_factory=list)
 
     def append(self, token_id: int, *others) -> str | None:
         super().append(token_id, *others)
-        return "stop" if len(self.token_ids) == len(self.text) else None
+        return self.end if len(self.token_ids) == len(self.text) else None
 
 
 def _skip_prefill(requests: list[EngineRequest], most: int) -> int:

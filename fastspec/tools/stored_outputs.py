@@ -11,6 +11,7 @@ from fastspec.config import SamplingParams, is_int
 from fastspec.config.checks import require, require_int
 from fastspec.config.files import first_json_line, parse_json, parse_json_lines, read_text
 from fastspec.engine.outputs import RequestOutput
+from fastspec.engine.stats import FINISH_REASONS
 
 _TENSOR = re.compile(r"\s*(\[.*?\])\s*(?:,[^()\[\]]*)?\)[\s,\[\]]*", re.DOTALL)
 _JOINED = re.compile(r'\s*\{\s*"\d+(_\d+)*"\s*:')  # how such a file begins
@@ -27,8 +28,9 @@ class StoredOutput:
         params: how the target chose them; drafts are sampled in the same way, with the same seed.
             Its max_tokens is the limit of the run, None the end of its text.
         accepted: draft tokens accepted in each step of the stored run, if known.
+        finish_reason: how the stored run ended it, if known.
     Raises:
-        ValueError: more tokens than params allow.
+        ValueError: no finish reason of an engine, or more tokens than params allow.
 
     A text shorter than max_tokens ended by itself, at an end token.
     """
@@ -37,8 +39,12 @@ class StoredOutput:
     token_ids: list[int]
     params: SamplingParams
     accepted: list[int] | None = None
+    finish_reason: str | None = None
 
     def __post_init__(self):
+        reason = self.finish_reason
+        is_known = reason is None or reason in FINISH_REASONS
+        require("finish_reason", reason, is_known, f"one of {FINISH_REASONS}")
         most, num = self.params.max_tokens, len(self.token_ids)
         if most is not None and most < num:
             raise ValueError(f"max_tokens: expected at least the {num} token_ids, got {most}")
@@ -49,11 +55,18 @@ class StoredOutput:
         most, ids = self.params.max_tokens, self.token_ids
         return most is not None and 0 < len(ids) < most and ids[-1] not in ids[:-1]
 
+    @property
+    def end(self) -> str:
+        """Its finish reason, or what its length tells of it."""
+        most, num = self.params.max_tokens, len(self.token_ids)
+        return self.finish_reason or ("stop" if most is None or num < most else "length")
+
     def limited(self, max_tokens: int) -> "StoredOutput":
         """This output as of a run with this limit, if the published code exceeded it."""
         params, kept = replace(self.params, max_tokens=max_tokens), self.token_ids[:max_tokens]
-        accepted = self.accepted if kept == self.token_ids else None
-        return replace(self, token_ids=kept, params=params, accepted=accepted)
+        is_whole = kept == self.token_ids
+        known = (self.accepted, self.finish_reason) if is_whole else (None, None)
+        return StoredOutput(self.prompt, kept, params, *known)
 
 
 def read_outputs(
@@ -103,6 +116,7 @@ def stored_record(output: RequestOutput, params: SamplingParams, max_model_len: 
         "prompt_token_ids": list(output.prompt_token_ids),
         "token_ids": list(output.token_ids),
         "accepted": accepted_by_step(output.sources),
+        "finish_reason": output.finish_reason,
         "max_tokens": room if params.max_tokens is None else min(params.max_tokens, room),
         **{name: getattr(params, name) for name in _SAMPLING},
     }
@@ -141,7 +155,8 @@ def _from_record(where: str, record: Any, max_tokens: int | None) -> StoredOutpu
         accepted = _ids(accepted, f"{where}, accepted", "counts")
     given = {name: record[name] for name in (*_SAMPLING, "max_tokens") if name in record}
     try:
-        output = StoredOutput(prompt, token_ids, _params(token_ids, **given), accepted)
+        params = _params(token_ids, **given)
+        output = StoredOutput(prompt, token_ids, params, accepted, record.get("finish_reason"))
         if max_tokens is not None:
             is_free = "max_tokens" not in given
             require("max_tokens", max_tokens, is_free, "None, as the file has its own")
