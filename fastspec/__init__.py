@@ -3,11 +3,10 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fastspec.config import EngineConfig, SamplingParams, SpecConfig
-
 if TYPE_CHECKING:
     from fastspec import compat as compat
     from fastspec import drafters as drafters
+    from fastspec.config import EngineConfig, SamplingParams, SpecConfig
     from fastspec.engine.engine import Engine
     from fastspec.engine.outputs import RequestOutput, StreamEvent
     from fastspec.engine.stats import SpecStats
@@ -29,12 +28,15 @@ __all__ = [
     "hf_generate",
 ]
 
-# Imported on first use, because they import torch and transformers.
-_PACKAGES = ("compat", "drafters", "engine", "models", "tools", "train")
+# Imported on first use, because most import torch and transformers.
+_PACKAGES = ("compat", "config", "drafters", "engine", "models", "tools", "train")
 _MODULES = {
     "Engine": "fastspec.engine.engine",
+    "EngineConfig": "fastspec.config",
     "HFGenerator": "fastspec.hf",
     "RequestOutput": "fastspec.engine.outputs",
+    "SamplingParams": "fastspec.config",
+    "SpecConfig": "fastspec.config",
     "SpecStats": "fastspec.engine.stats",
     "StreamEvent": "fastspec.engine.outputs",
     "csd": "fastspec.tools.csd",

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from fastspec.cli.display import SourceWriter, number
-from fastspec.cli.errors import begin, note
+from fastspec.cli.errors import begin, note, require_stdin
 from fastspec.cli.options import Config, Flags, command
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.checks import require
@@ -62,6 +62,7 @@ def chat(
 ) -> None:
     """Chat with a model, and see what speculation does for each answer."""
     served = choices.engine(models, spec, config)
+    require_stdin()
     begin()
     engine = served.load()
     from fastspec.models.named import own_draft

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -16,6 +16,11 @@ MEANINGS = {
     "bonus": "written by the target after full acceptance",
     "target": "written by the target, nothing was proposed",
 }
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    """Whether a standard stream is a terminal; one that the shell has closed is None."""
+    return stream is not None and stream.isatty()
 
 
 def coloured(pieces: Iterable[tuple[str, str]]) -> Text:

@@ -39,6 +39,9 @@ class OneLineErrors(TyperGroup):
     ) -> Any:
         if not standalone_mode:
             return super().main(args, prog_name, complete_var, False, **extra)
+        if sys.stdout is None:  # closed by the shell
+            report("stdout: is closed; /dev/null drops what is printed")
+            raise SystemExit(1)
         typed = list(sys.argv[1:] if args is None else args)
         _is_checked.set(False)
         try:
@@ -102,6 +105,12 @@ def _label(parameter: Any, typed: list[str]) -> str:
         return any(a.split("=")[0] == option if is_long else a[:2] == option for a in typed)
 
     return next(filter(is_typed, options), options[0])
+
+
+def require_stdin() -> None:
+    """Refuse a stdin that the shell has closed."""
+    if sys.stdin is None:
+        raise ValueError("stdin: is closed")
 
 
 @contextmanager

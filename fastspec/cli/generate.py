@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from fastspec.cli.display import number
+from fastspec.cli.display import is_terminal, number
 from fastspec.cli.errors import begin, note
 from fastspec.cli.options import AsJson, Config, Flags, command, output_file
 from fastspec.cli.prompts import PromptOptions, tokenize_prompts, typed_prompts
@@ -74,7 +74,7 @@ def generate(
     if show_tree and engine.tokenizer is None:
         raise ValueError("show_tree: the target has no tokenizer")
     given = tokenize_prompts(engine.tokenizer, texts, True) if prompts.chat else texts
-    streams = len(texts) == 1 and not as_json and sys.stdout.isatty()
+    streams = len(texts) == 1 and not as_json and is_terminal(sys.stdout)
     trees = engine.tokenizer if show_tree else None
     printer = JsonPrinter() if as_json else TextPrinter(len(texts), show_sources, streams, trees)
     start = time.perf_counter()
@@ -84,7 +84,7 @@ def generate(
         limit = engine.max_model_len
         records = (stored_record(o, params, limit) for o in outputs if o.error is None)
         write_whole("".join(json.dumps(record) + "\n" for record in records), save_outputs)
-    if sys.stderr.isatty():
+    if is_terminal(sys.stderr):
         told = f"{stats.num_output_tokens} tokens in {seconds:.2f} s, "
         if stats.acceptance_rate is None:
             told += "nothing was proposed"

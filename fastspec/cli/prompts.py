@@ -2,10 +2,12 @@
 
 import sys
 from dataclasses import dataclass, replace
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
-from fastspec.cli.errors import usage_errors
+from fastspec.cli.display import is_terminal
+from fastspec.cli.errors import require_stdin, usage_errors
 from fastspec.config.checks import refuse, require
 from fastspec.config.files import first_json_line, parse_json_lines, read_text
 from fastspec.config.options import BOOL, PATH, TEXT, Options, documented, integer, option
@@ -85,7 +87,7 @@ def typed_prompts(texts: list[str], options: PromptOptions) -> list[str]:
         ValueError: there are none, or a file is not in the format of its suffix.
     """
     prompts = [*texts, *options.named()]
-    if not prompts and not sys.stdin.isatty():
+    if not prompts and not is_terminal(sys.stdin):
         prompts = _lines(_stdin())
     if not prompts:
         raise ValueError("no prompt: give --prompt, --prompts-file or lines on stdin")
@@ -132,9 +134,12 @@ def tokenize_prompts(tokenizer: Any, texts: list[str], chat: bool) -> list[list[
 
 
 def _stdin() -> str:
-    """The text on stdin, without a byte-order mark and with the line ends of files."""
+    """The text on stdin, read as a file is: in UTF-8, without a byte-order mark."""
+    require_stdin()
+    if isinstance(sys.stdin, TextIOWrapper):  # whatever the locale says
+        sys.stdin.reconfigure(encoding="utf-8-sig", errors="strict", newline=None)
     try:
-        return sys.stdin.read().removeprefix("\ufeff").replace("\r\n", "\n")
+        return sys.stdin.read()
     except UnicodeDecodeError as error:
         raise ValueError(f"stdin: not UTF-8: {error}") from error
 

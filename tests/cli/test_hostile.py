@@ -5,6 +5,7 @@ import os
 import stat
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -181,6 +182,71 @@ def test_no_output_is_the_file_on_stdin(tmp_path):
         result = run("generate", "--seed", "1", "--save-outputs", file, stdin=stream)
     assert_one_line(result, "--save-outputs: expected another file", 2)
     assert file.read_text(encoding="utf-8") == "a\n"
+
+
+@pytest.mark.parametrize("command", [["generate", "--max-tokens", "1"], ["chat"]])
+def test_a_stdin_that_is_closed(command):
+    result = run(*command, preexec_fn=partial(os.close, 0), stdin=None)
+    assert_one_line(result, "stdin: is closed", 2)
+
+
+def test_a_stdin_that_is_closed_is_not_missed():
+    result = run("generate", *PROMPT, preexec_fn=partial(os.close, 0), stdin=None)
+    assert (result.exit_code, result.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("command", [["generate", *PROMPT], ["chat"], ["--version"]])
+def test_a_stdout_that_is_closed(command):
+    result = run(*command, preexec_fn=partial(os.close, 1), stdout=None)
+    assert_one_line(result, "stdout: is closed", 1)
+
+
+@pytest.mark.parametrize("content", [b"a\rb", b"a\r\nb\r\n", b"\xef\xbb\xbfa\n\nb"])
+def test_stdin_is_read_as_files_are(invoke, pair, tmp_path, content):
+    file = tmp_path / "prompts.txt"
+    file.write_bytes(content)
+    options = ["generate", *pair, "--max-tokens", "1", "--json"]
+    for result in (
+        invoke(*options, "--prompts-file", file),
+        invoke(*options, stdin=content),
+        invoke(*options, "--prompts-file", "-", stdin=content),
+    ):
+        assert [json.loads(line)["prompt"] for line in result.stdout.splitlines()] == ["a", "b"]
+
+
+def test_stdin_that_is_not_utf8_in_a_posix_locale(tmp_path):
+    """Python would take any bytes there."""
+    (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "LC_ALL": "POSIX"}
+    with (tmp_path / "bytes.txt").open("rb") as stream:
+        result = run("generate", stdin=stream, env=environment)
+    assert_one_line(result, "stdin: not UTF-8", 2)
+
+
+@pytest.mark.parametrize("moment", ["from typing import Annotated", "app = typer.Typer("])
+def test_ctrl_c_while_the_command_line_is_imported(moment):
+    """The handler is that of Ctrl-C in a shell, and the moment a line of the module imported."""
+    program = """
+import os, signal, sys
+from pathlib import Path
+signal.signal(signal.SIGINT, signal.default_int_handler)
+import fastspec
+file = Path(fastspec.__file__).parent / "cli" / "__init__.py"
+line = file.read_text().partition(sys.argv[1])[0].count("\\n") + 1
+def trace(frame, event, argument):
+    if frame.f_code.co_filename == str(file) and frame.f_lineno == line:
+        sys.settrace(None)
+        os.kill(os.getpid(), signal.SIGINT)
+    return trace
+sys.settrace(trace)
+from fastspec.__main__ import main
+main()
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run(
+        [sys.executable, "-c", program, moment], capture_output=True, text=True, env=environment
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
 
 
 def test_ctrl_c(invoke, pair, monkeypatch):
