@@ -15,7 +15,7 @@ from fastspec.cli.errors import begin, note
 from fastspec.cli.options import Config, Flags, command, output_file
 from fastspec.cli.prompts import PromptOptions, tokenize_prompts, usual_prompts
 from fastspec.config import EngineConfig, SpecConfig
-from fastspec.config.files import check_can_write
+from fastspec.config.files import check_can_write, writing
 from fastspec.config.methods import drafting_method
 from fastspec.models.named import own_draft
 from fastspec.tools.cost_counters import pass_cost
@@ -123,7 +123,7 @@ def bench(
     }
     _show(Console(highlight=False), result)
     for file in files:
-        with file.open("a", encoding="utf-8") as stream:
+        with writing("out", file), file.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(result) + "\n")
 
 

@@ -16,14 +16,17 @@ _CommandLineError = cast(type[typer.BadParameter], typer.BadParameter.__mro__[2]
 _is_checked = ContextVar("whether the options of the command are checked", default=False)
 _USAGE = 2
 _INTERRUPTED = 130  # what typer makes of Ctrl-C: 128 and the signal, as shells have it
-_OPTIONS_OF_FIELDS = {
-    "drafter": "draft",
-    "outputs": "outputs_file",
-    "prompts": "prompts_file",
-    "config": "config_file",
-    "input": "input_file",
-    "output": "output_file",
-}
+_OPTIONS_OF_FIELDS = (  # the first of a field that the command has
+    ("drafter", "draft"),
+    ("drafter", "start"),
+    ("chat", "target"),  # where its template is
+    ("documents", "files"),
+    ("outputs", "outputs_file"),
+    ("prompts", "prompts_file"),
+    ("config", "config_file"),
+    ("input", "input_file"),
+    ("output", "output_file"),
+)
 
 
 class OneLineErrors(TyperGroup):
@@ -80,14 +83,14 @@ def _as_typed(message: str, command: Any, typed: list[str]) -> str:
     At its beginning any name is replaced, and further on only those that are no English words.
     """
     labels = {parameter.name: _label(parameter, typed) for parameter in command.params}
-    for field, name in _OPTIONS_OF_FIELDS.items():
+    for field, name in _OPTIONS_OF_FIELDS:
         if name in labels:
             labels.setdefault(field, labels[name])
 
     def label(match: re.Match[str]) -> str:
         return match[1] + labels.get(match[2], match[2])
 
-    if re.match(r"\S+: .*, line \d+: ", message):  # the fields of a file's row keep their names
+    if re.match(r"\S+: .*, line \d+[:,] ", message):  # the fields of a file's row keep their names
         message, _, rest = message.partition(": ")
         return f"{labels.get(message, message)}: {rest}"
     begun = re.sub(r"^(Invalid value: |)(\w+)(?=[:,])", label, message)
@@ -98,7 +101,7 @@ def _label(parameter: Any, typed: list[str]) -> str:
     """An option as the user has written it, or in its long form; the metavar of an argument."""
     options = sorted(parameter.opts, key=len, reverse=True)
     if not options[0].startswith("-"):
-        return parameter.metavar or parameter.name
+        return (parameter.metavar or parameter.name).rstrip(".")
 
     def is_typed(option: str) -> bool:
         is_long = option.startswith("--")

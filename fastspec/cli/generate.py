@@ -14,7 +14,7 @@ from fastspec.cli.options import AsJson, Config, Flags, command, output_file
 from fastspec.cli.prompts import PromptOptions, tokenize_prompts, typed_prompts
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.checks import refuse
-from fastspec.config.files import write_whole
+from fastspec.config.files import write_whole, writing
 from fastspec.config.methods import method_named
 from fastspec.tools.settings import Models
 
@@ -83,7 +83,8 @@ def generate(
     if save_outputs is not None:
         limit = engine.max_model_len
         records = (stored_record(o, params, limit) for o in outputs if o.error is None)
-        write_whole("".join(json.dumps(record) + "\n" for record in records), save_outputs)
+        with writing("save_outputs", save_outputs):
+            write_whole("".join(json.dumps(record) + "\n" for record in records), save_outputs)
     if is_terminal(sys.stderr):
         told = f"{stats.num_output_tokens} tokens in {seconds:.2f} s, "
         if stats.acceptance_rate is None:

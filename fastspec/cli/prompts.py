@@ -62,7 +62,8 @@ class PromptOptions(Options):
     def named(self) -> list[str]:
         """The prompts of the data set or the file; ValueError if options cannot be combined."""
         if self.dataset is not None:
-            refuse("dataset", self.prompts_file, "not with --prompts-file")
+            if self.prompts_file is not None:
+                refuse("dataset", self.dataset, "not with --prompts-file")
             return load_prompts(self.dataset, self.dataset_file, self.num_prompts)
         refuse("dataset_file", self.dataset_file, "needs --dataset, which defines its format")
         if self.prompts_file is None:

@@ -16,7 +16,7 @@ from fastspec.cli.options import AsJson, Flags, command, output_file
 from fastspec.cli.prompts import PromptOptions
 from fastspec.config import EngineConfig, SpecConfig
 from fastspec.config.checks import require
-from fastspec.config.files import require_file, write_whole
+from fastspec.config.files import require_file, write_whole, writing
 from fastspec.config.methods import drafting_method
 from fastspec.tools.plots import plot_acceptance, require_plotting
 from fastspec.tools.settings import Models
@@ -110,7 +110,8 @@ def simulate(
     if draft_seconds is not None and verify_seconds is not None:
         report["predicted"] = _predicted(report["rates"], draft_seconds, verify_seconds)
     if log is not None:
-        write_whole("".join(f"{line}\n" for line in _log(simulations, log_rows)), log)
+        with writing("log", log):
+            write_whole("".join(f"{line}\n" for line in _log(simulations, log_rows)), log)
     if plot is not None:
         plot_acceptance(simulator.stats, report["rates"], plot)
     if as_json:

@@ -16,7 +16,7 @@ from fastspec.cli.options import FIXED_RUN, Flags, command, output_file
 from fastspec.cli.prompts import PromptOptions, tokenize_prompts, usual_prompts
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.checks import is_int, refuse, require, require_unicode
-from fastspec.config.files import parse_json_lines, read_text, require_file
+from fastspec.config.files import parse_json_lines, read_text, require_file, writing
 from fastspec.tools.settings import Models
 from fastspec.train.options import DraftShape, ShapesTried, TrainFiles, TrainOptions
 
@@ -162,7 +162,9 @@ def bigram(
                     yield np.array(ids, dtype=np.int64)
                 bar.advance(task)
 
-        save_bigram(count_bigrams(documents(), len(tokenizer)), out)
+        successors = count_bigrams(documents(), len(tokenizer))
+    with writing("out", out):
+        save_bigram(successors, out)
     typer.echo(f"{out}: {len(tokenizer)} entries")
 
 
@@ -353,21 +355,23 @@ def _documents(
             yield _ids(tokenizer, content), 1
             continue
         for where, record in parse_json_lines(content, f"{field}: {file}"):
-            fields = record if isinstance(record, dict) else {}
-            if "text" in fields:
-                if not isinstance(fields["text"], str):
-                    raise ValueError(f'{where}: "text" is not a string: {fields["text"]!r}')
-                require_unicode(where, fields["text"])
-                yield _ids(tokenizer, fields["text"]), 1
+            is_record = isinstance(record, dict)
+            require(where, record, is_record, 'an object with "text" or lists of ids')
+            if "text" in record:
+                if not isinstance(record["text"], str):
+                    raise ValueError(f'{where}: "text" is not a string: {record["text"]!r}')
+                require_unicode(where, record["text"])
+                yield _ids(tokenizer, record["text"]), 1
                 continue
             for name in ("prompt_ids", "token_ids"):
-                ids = fields.get(name)
-                if not isinstance(ids, list) or not all(
-                    is_int(i) and 0 <= i < vocab_size for i in ids
-                ):
+                ids = record.get(name)
+                if not isinstance(ids, list) or not all(map(is_int, ids)):
                     given = f"{name} is {ids!r:.40}"
                     raise ValueError(f'{where} has neither "text" nor lists of ids: {given}')
-            yield [*fields["prompt_ids"], *fields["token_ids"]], len(fields["prompt_ids"])
+                for token_id in ids:
+                    fits = 0 <= token_id < vocab_size
+                    require(f"{where}: {name}", token_id, fits, f"ids in 0..{vocab_size - 1}")
+            yield [*record["prompt_ids"], *record["token_ids"]], len(record["prompt_ids"])
 
 
 def _ids(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:

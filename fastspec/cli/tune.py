@@ -14,6 +14,7 @@ from fastspec.cli.options import FIXED_RUN, Flags, command, output_file
 from fastspec.cli.prompts import PromptOptions, tokenize_prompts, usual_prompts
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.checks import refuse
+from fastspec.config.files import writing
 from fastspec.config.methods import OWN_DRAFTS, Method, drafting_method, method_named, methods
 from fastspec.config.options import TEXT, Options, documented, integer, listed, option, options_of
 from fastspec.config.token_trees import MAX_TREE_NODES
@@ -235,7 +236,8 @@ def tune(
             "table": [row for m in measurements for row in _rows(m, max_tokens)],
         },
     )
-    save_tuned(chosen, out)
+    with writing("out", out):
+        save_tuned(chosen, out)
     typer.echo(f"{out}: use it with fastspec generate --config {out}")
 
 

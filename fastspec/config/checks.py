@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from inspect import signature
 from numbers import Integral, Real
+from pathlib import PurePath
 from typing import Any, TypeVar
 
 Config = TypeVar("Config")
@@ -43,7 +44,7 @@ def refuse(name: str, value: Any, why: str) -> None:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    text = repr(str(value) if isinstance(value, PurePath) else value)
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
 
 

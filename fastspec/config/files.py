@@ -1,7 +1,9 @@
 """Text files: read with errors that name the option, written whole or not at all."""
 
 import json
+import sys
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -21,9 +23,15 @@ def check_can_write(field: str, path: Path) -> None:
         raise ValueError(f"{field}: no such folder: {str(path.parent)!r}")
     if path.is_dir():
         raise ValueError(f"{field}: expected a file, got the folder {str(path)!r}")
+    with writing(field, path), path.open("a") if path.exists() else TemporaryFile(dir=path.parent):
+        return
+
+
+@contextmanager
+def writing(field: str, path: Path) -> Iterator[None]:
+    """Name the option and the file in errors of a block that writes it."""
     try:
-        with path.open("a") if path.exists() else TemporaryFile(dir=path.parent):
-            return
+        yield
     except OSError as error:
         raise ValueError(f"{field}: cannot write {str(path)!r}: {error.strerror}") from error
 
@@ -67,13 +75,18 @@ def parse_json(text: str, where: str) -> Any:
     """The content of a JSON text.
 
     Raises:
-        ValueError: not JSON, a number with thousands of digits, or lists that are nested too
+        ValueError: not JSON, an integer with thousands of digits, or lists that are nested too
             deeply; `where` begins the message.
     """
     try:
         return json.loads(text)
-    except (ValueError, RecursionError) as error:
+    except json.JSONDecodeError as error:
         raise ValueError(f"{where} cut off or not JSON: {error}") from error
+    except RecursionError as error:
+        raise ValueError(f"{where} nested too deeply") from error
+    except ValueError as error:
+        most = sys.get_int_max_str_digits()
+        raise ValueError(f"{where} not readable: an integer has over {most} digits") from error
 
 
 def json_line(value: Any) -> str:
@@ -95,7 +108,22 @@ def parse_json_lines(text: str, where: str) -> Iterator[tuple[str, Any]]:
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             place = f"{where}, line {number}"
-            yield place, parse_json(line, f"{place}:")
+            try:
+                value = parse_json(line, f"{place}:")
+            except ValueError:
+                if _is_json(text):
+                    told = "expected a JSON value on each line, got one over several lines"
+                    raise ValueError(f"{place}: {told}") from None
+                raise
+            yield place, value
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def first_json_line(text: str) -> Any:
@@ -117,5 +145,8 @@ def write_whole(text: str, path: Path) -> None:
         return
     path = path.resolve()
     staged = path.with_name(path.name + ".new")
-    staged.write_text(text, encoding="utf-8")
-    staged.replace(path)
+    try:
+        staged.write_text(text, encoding="utf-8")
+        staged.replace(path)
+    finally:
+        staged.unlink(missing_ok=True)

@@ -98,9 +98,14 @@ class LlguidanceGrammar:
         return self.matcher.is_error() or not self.matcher.is_stopped()
 
 
+_CAUSE = "error: "  # begins the line in which a regex's parser says what is wrong
+
+
 def _reason(matcher: Any) -> str:
-    """Return why a matcher failed, without the dump of its state that follows."""
-    return f"structured_outputs: {matcher.get_error().splitlines()[0]}"
+    """Return why a matcher failed, without the dumps of its source and its state that follow."""
+    first, *others = matcher.get_error().partition("<state>")[0].splitlines()
+    causes = [line[len(_CAUSE) :] for line in others if line.startswith(_CAUSE)]
+    return " ".join([f"structured_outputs: {first}", *causes])
 
 
 def _source(matcher: Any, any_to_lark: Any, structure: Mapping[str, Any]) -> str:

@@ -52,7 +52,8 @@ def pass_cost(model: str, counter_version: CostTable = "model_parameters") -> fl
     has_size = re.search(r"\d[mb](?![a-z0-9])", model.lower())
     part = next((part for part in parts if part != "llama" or not has_size), None)
     if part is None:
-        raise ValueError(f"model: {counter_version} has no cost for {model!r}, only for {[*table]}")
+        known = f"has no cost for {model!r}, only for {[*table]}"
+        raise ValueError(f"counter_version: {counter_version} {known}")
     return float(table[part])
 
 

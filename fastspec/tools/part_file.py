@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 from filelock import FileLock, Timeout
 
-from fastspec.config.files import parse_json, read_text, write_whole
+from fastspec.config.files import parse_json, read_text, write_whole, writing
 
 
 class PartFile:
@@ -24,6 +24,7 @@ class PartFile:
     """
 
     def __init__(self, field: str, target: Path, head: dict[str, Any], fits: Callable[[Any], bool]):
+        self._field = field
         self._target = target
         self._path = target.with_name(f"{target.name}.part")
         self._head = head
@@ -45,15 +46,17 @@ class PartFile:
 
     def add(self, *results: Any) -> None:
         """Keep results, each on a line of its own."""
-        if self._stream is None:
-            write_whole(_lines(self._head, *self.kept), self._path)
-            self._stream = self._path.open("a", encoding="utf-8")
-        self._stream.write(_lines(*results))
-        self._stream.flush()
+        with writing(self._field, self._path):
+            if self._stream is None:
+                write_whole(_lines(self._head, *self.kept), self._path)
+                self._stream = self._path.open("a", encoding="utf-8")
+            self._stream.write(_lines(*results))
+            self._stream.flush()
 
     def finish(self, text: str) -> None:
         """Write the whole file, and remove this one."""
-        write_whole(text, self._target)
+        with writing(self._field, self._target):
+            write_whole(text, self._target)
         self._path.unlink(missing_ok=True)
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastspec.config.checks import one_line
+from fastspec.config.checks import one_line, require
 from fastspec.config.files import parse_json, parse_json_lines, read_text
 
 
@@ -121,6 +121,8 @@ def load_prompts(name: str, file: Path | None = None, limit: int | None = None) 
         records = _records(read_text("dataset_file", file), f"dataset_file: {file}", chosen.split)
     prompts = []
     for where, record in records:
+        is_record = isinstance(record, dict)
+        require(f"{where} is not a record of {name}", record, is_record, "an object")
         try:
             prompt = chosen.template(record)
         except (KeyError, TypeError, IndexError, ValueError) as error:

@@ -154,12 +154,12 @@ def _from_record(where: str, record: Any, max_tokens: int | None) -> StoredOutpu
     if accepted is not None:
         accepted = _ids(accepted, f"{where}, accepted", "counts")
     given = {name: record[name] for name in (*_SAMPLING, "max_tokens") if name in record}
+    if max_tokens is not None and "max_tokens" in given:
+        raise ValueError(f"max_tokens: expected None, as the file has its own, got {max_tokens}")
     try:
         params = _params(token_ids, **given)
         output = StoredOutput(prompt, token_ids, params, accepted, record.get("finish_reason"))
         if max_tokens is not None:
-            is_free = "max_tokens" not in given
-            require("max_tokens", max_tokens, is_free, "None, as the file has its own")
             output = output.limited(max_tokens)
     except ValueError as error:
         raise ValueError(f"{where}, {error}") from error

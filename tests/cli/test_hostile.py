@@ -29,6 +29,12 @@ FILES = {
     "deep.json": b"[" * 100_000,
     "deep.jsonl": b"[" * 100_000,
     "digits.json": b"9" * 5000,
+    "digits.jsonl": b'{"prompt": ' + b"9" * 5000 + b"}",
+    "null": b"null",
+    "null-list.json": b"[null]",
+    "pretty.json": b'{\n  "test": null\n}\n',
+    "outside.jsonl": b'{"prompt_ids": [1], "token_ids": [99999]}',
+    "limit.jsonl": json.dumps({**STORED, "max_tokens": 0}).encode(),
     "bytes": b"\xff\xfe\0",
     "text.txt": b"hello world, " * 60,
     "run.jsonl": json.dumps(STORED).encode(),
@@ -38,6 +44,7 @@ FILES = {
     "other.json": json.dumps({**TUNED, "target": 3}).encode(),
 }
 GLIDE = ["train", "glide", "--data", "text.txt", "--out", "out"]
+EAGLE3 = ["train", "eagle3", "--data", "text.txt", "--out", "out", "--context", "32"]
 SIMULATE = ["simulate", "run.jsonl", "--method", "mag"]
 CASCADE = ["--method", "cascade"]
 
@@ -97,6 +104,16 @@ def assert_one_line(result, named, code):
         (["--prompts-file", "bytes"], "--prompts-file: "),
         (["--prompts-file", "deep.jsonl"], "--prompts-file: "),
         (["--dataset", "gsm8k", "--dataset-file", "deep.jsonl"], "--dataset-file: "),
+        (["--dataset", "gsm8k", "--dataset-file", "null"], "line 1 is not a record of gsm8k: exp"),
+        (
+            ["--dataset", "gsm8k", "--dataset-file", "null-list.json"],
+            "gsm8k: expected an object",
+        ),
+        (["--dataset", "gsm8k", "--dataset-file", "pretty.json"], "got one over several lines"),
+        (["--dataset", "gsm8k", "--prompts-file", "text.txt"], "--prompts-file, got 'gsm8k'"),
+        (["--dataset-file", "text.txt"], "got 'text.txt'"),
+        (["--prompts-file", "digits.jsonl"], "line 1: not readable: an integer has over 4300"),
+        (["--config", "deep.json"], "deep.json is nested too deeply"),
         (["--save-outputs", "/proc/x.jsonl"], "--save-outputs: "),
     ],
 )
@@ -109,6 +126,11 @@ def test_generate(invoke, bundled, arguments, named):
     [
         (["generate", *PROMPT, "--device", "meta"], "--device: ", 1),
         (["generate", *PROMPT, "--method", "mag", "--bigram", "deep.json"], "--bigram: ", 1),
+        (
+            ["generate", *PROMPT, "--structured-outputs", '{"regex":"("}'],
+            "parse error: unclosed group",
+            1,
+        ),
         (["generate", "--prompt", "\udcff"], "prompt 1: prompt: ", 1),
         (["generate", "--prompt", "\udcff", "--json"], "prompt 1: prompt: ", 1),
         (["generate", *PROMPT, "--chat", "--prompt-template", "{input_text}"], "--prompt-temp", 2),
@@ -128,6 +150,23 @@ def test_generate(invoke, bundled, arguments, named):
         ([*GLIDE, "--seed", str(10**30)], "--seed", 2),
         ([*GLIDE, "--rate", "nan"], "--rate: ", 2),
         ([*GLIDE, "--data", "deep.jsonl"], "--data: ", 1),
+        ([*GLIDE, "--data", "digits.jsonl"], "line 1: not readable: an integer has over 4300", 1),
+        (
+            ["simulate", "limit.jsonl", "--method", "mag"],
+            "FILE: limit.jsonl, line 1, max_tokens: ",
+            1,
+        ),
+        ([*SIMULATE, "--log", "/dev/full"], "--log: cannot write '/dev/full': No space left", 1),
+        (["train", "bigram", "outside.jsonl", "--out", "o"], "line 1: token_ids: expected ids", 1),
+        (["train", "bigram", "empty", "--out", "o"], "error: FILE: expected at least one with", 1),
+        (["train", "bigram", "text.txt", "--out", "/dev/full"], "--out: cannot write '/dev/", 1),
+        (["train", "texts", "--prompts-file", "text.txt", "--out", "o.jsonl"], "--target: ", 2),
+        ([*EAGLE3, "--start", "nowhere"], "--start: no such folder: 'nowhere'", 2),
+        (
+            ["bench", "--counter-version", "previous_work"],
+            "--counter-version: previous_work has",
+            2,
+        ),
     ],
 )
 def test_other_commands(invoke, bundled, arguments, named, code):

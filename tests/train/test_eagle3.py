@@ -232,4 +232,5 @@ def test_the_command(monkeypatch, tmp_path):
     data.write_text('{"prompt_ids": [1, 2], "token_ids": [1, 9999]}\n')
     result = CliRunner().invoke(app, [*command, "--resume"])
     assert result.exit_code == 1
-    assert 'line 1 has neither "text" nor lists of ids: token_ids is [1, 9999]' in result.stderr
+    assert "line 1: token_ids: expected ids in 0.." in result.stderr
+    assert "got 9999" in result.stderr
