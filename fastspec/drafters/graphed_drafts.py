@@ -168,7 +168,6 @@ class StaticChain:
         draw_inputs: dict[str, Tensor],
     ):
         self.replay: Run | None = None
-        self._cut = getattr(drafts.runner.graphs and drafts.runner.graphs.capture, "cut", None)
         self._runner, self._vocabulary = drafts.runner, drafts.vocabulary
         self._vocab_size, self._shape, self._keeps_logits = drafts.vocab_size, shape, keeps_logits
         model, device, num_rows = drafts.runner.paged_model, drafts.runner.device, shape.num_rows
@@ -254,6 +253,4 @@ class StaticChain:
             if self._keeps_logits:
                 kept.append(logits)
             ids = picked.clamp(min=0).long()
-            if number == 0 and self._cut is not None and len(self._steps) > 1:
-                self._cut()
         return torch.stack(tokens, dim=1), torch.stack(kept, dim=1) if kept else None

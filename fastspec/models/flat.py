@@ -33,7 +33,6 @@ from fastspec_kernels import LayerWeights, backend_of, decoder_layers
 logger = logging.getLogger(__name__)
 
 TRIAL_TOKENS = 6
-FIRST_LAYERS = 4  # on a GPU they are launched first, and run while the others are launched
 _TRIAL_NAME = "fastspec_trial"
 _LINEAR = {
     "query": "self_attn.q_proj",
@@ -154,10 +153,7 @@ class FlatModel:
         self._dtype = model.dtype
         self._table = RotaryTable(self._rotary)
         self._layers = layers
-        runs = [[*run] for _, run in groupby(layers, lambda x: (x.options, x.rotates))]
-        if model.device.type == "cuda":
-            runs[:1] = filter(None, (runs[0][:FIRST_LAYERS], runs[0][FIRST_LAYERS:]))
-        self._runs = runs
+        self._runs = [[*run] for _, run in groupby(layers, lambda x: (x.options, x.rotates))]
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, rows: Tensor | None, step: PagedStep
@@ -167,9 +163,7 @@ class FlatModel:
         cos, sin = self._table.factors(positions)
         keeps_last = step.inputs is not None and LAST_STATE in step.inputs.layers
         kept = None if keeps_last else step.inputs
-        for number, run in enumerate(self._runs):
-            if number == 1 and step.cut is not None:
-                step.cut()
+        for run in self._runs:
             hidden = run_layers(run, hidden, cos, sin, step, kept=kept)
         if keeps_last:
             step.given[LAST_STATE] = self._norm(hidden.to(self._dtype))

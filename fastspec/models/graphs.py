@@ -3,7 +3,6 @@
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -46,18 +45,12 @@ Static = TypeVar("Static")  # the buffers of a graph
 
 
 class CudaCapture:
-    """Records CUDA graphs that share scratch memory, as only one is replayed at a time.
-
-    The GPU waits while a graph of hundreds of kernels is launched. A function may therefore be cut:
-    its first part is a graph of its own, and runs while the rest is launched.
-    """
+    """Records CUDA graphs that share scratch memory, as only one is replayed at a time."""
 
     def __init__(self, device: torch.device):
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._stream: torch.cuda.Stream | None = None
-        self._parts: list[torch.cuda.CUDAGraph] = []
-        self._recording: ExitStack | None = None
 
     def __call__(self, run: Run) -> Run:
         with torch.cuda.device(self._device):
@@ -70,32 +63,17 @@ class CudaCapture:
                     run()  # compile kernels and initialise libraries outside the capture
             finally:
                 torch.cuda.current_stream().wait_stream(stream)
-            self._parts = parts = []
-            try:
-                with ExitStack() as self._recording:
-                    self.cut()
-                    out = run()
-            finally:
-                self._recording = None
+            graph = torch.cuda.CUDAGraph()
+            # Other threads' concurrent GPU work is not part of the pass.
+            options = {"pool": self._pool, "stream": stream, "capture_error_mode": "thread_local"}
+            with torch.cuda.graph(graph, **options):
+                out = run()
 
         def replay() -> Any:
-            for part in parts:
-                part.replay()
+            graph.replay()
             return out
 
         return replay
-
-    def cut(self) -> None:
-        """If a function is being recorded, begin another part of it."""
-        if self._recording is None:
-            return
-        self._recording.close()
-        part = torch.cuda.CUDAGraph()
-        # Other threads' concurrent GPU work is not part of the pass.
-        options = {"pool": self._pool, "stream": self._stream}
-        recording = torch.cuda.graph(part, capture_error_mode="thread_local", **options)
-        self._recording.enter_context(recording)
-        self._parts.append(part)
 
 
 def capture_for(cuda_graphs: str, paged_model: PagedModel) -> Capture | None:
@@ -325,7 +303,6 @@ class StaticPass:
         buffers = wide, self._inputs.narrow
         self._step = PagedStep.of(graphs.caches, *buffers, *sizes, model.backend, spans=[])
         self._step.inputs = graphs.inputs
-        self._step.cut = getattr(graphs.capture, "cut", None)
         self._view = view_buffers(self._step)
         if num_nodes:
             mask = (shape.batch, num_nodes, -(-num_nodes // 64))

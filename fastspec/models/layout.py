@@ -1,6 +1,5 @@
 """Packed forward passes: their spans, and their layout in two buffers on the device."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -120,7 +119,6 @@ class PagedStep:
         given: these inputs, [T, E] by layer, for `store_inputs`.
         chunks: the pass as seen by each layer that attends in chunks, by layer index.
         target_view: what a draft reads of its target: `PagedStates` or `PagedGlimpse`.
-        cut: called once the first layers have run, see `CudaCapture`; None = not captured.
         calls: calls of our attention, recorded only in the probing pass.
     """
 
@@ -139,7 +137,6 @@ class PagedStep:
     given: dict[int, Tensor] = field(default_factory=dict)
     chunks: "dict[int, PagedStep]" = field(default_factory=dict)
     target_view: Any = None
-    cut: Callable[[], None] | None = None
     calls: list[AttentionCall] | None = None
 
     @classmethod
