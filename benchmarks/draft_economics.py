@@ -119,7 +119,7 @@ def num_parameters(folder: Path) -> int:
 
 def plot(record: dict, path: Path) -> None:
     """What depth costs and brings, and the speed-ups."""
-    figure = require_plotting()(figsize=(9, 3), layout="constrained")
+    figure = require_plotting(path)(figsize=(9, 3), layout="constrained")
     costs, rates, speeds = figure.subplots(1, 3)
     drafts = record["drafts"]
     names = [f"{row['layers']} x {row['hidden_size']}" for row in drafts]
