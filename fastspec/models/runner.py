@@ -138,11 +138,12 @@ class ModelRunner:
         tree = None
         if parents is not None:
             tree = build_tree(parents, backend=self.paged_model.backend)
+        if rows == [*range(len(input_ids))] and rows:
+            rows = None
         if self.graphs is not None:
-            kept = None if rows == [*range(len(input_ids))] else rows
             view_values = partial(self.view_values, spans, parents)
             logits = self.graphs.forward(
-                input_ids, spans, kept, tree, view_values, self.view_buffers
+                input_ids, spans, rows, tree, view_values, self.view_buffers
             )
             if logits is not None:
                 return logits

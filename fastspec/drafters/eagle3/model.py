@@ -97,7 +97,7 @@ class PagedStates:
         is_known = self.is_known
         if isinstance(is_known, list):
             if not any(is_known):
-                return self.own[self.slots][None]
+                return self.own.index_select(0, self.slots)[None]
             differs = not all(is_known)
             is_known = device_tensor(is_known, torch.bool, self.own.device) if differs else None
         halves = [part.flatten(0, 1)[self.slots] for part in self.inputs]  # [T, L, E / 2]
@@ -352,5 +352,5 @@ class FlatEagle3:
         read, factors = states.read(draft.fc)[0].float(), self._table.factors(positions)
         hidden = run_layers([self.layer], read, *factors, step, embeddings).to(draft.dtype)
         states.keep(hidden[None])
-        hidden = hidden if rows is None else hidden[rows]
+        hidden = hidden if rows is None else hidden.index_select(0, rows)
         return draft.lm_head(draft.norm(hidden))
