@@ -303,7 +303,10 @@ def test_every_name_of_the_module():
         (lambda m: compat.CSDraftingDecoderModel("path"), "model: CSDraftingDecoderModel"),
         (lambda m: compat.CSDraftingMaGModel(m), "model: CSDraftingMaGModel expects a Tensor"),
         (lambda m: compat.CountedCSDraftingDecoderModel(m, counter_version="x"), "counter_version"),
-        (lambda m: compat.CountedCSDraftingDecoderModel(m).calculate_time_cost(), "counter_version: "),
+        (
+            lambda m: compat.CountedCSDraftingDecoderModel(m).calculate_time_cost(),
+            "counter_version",
+        ),
         (lambda m: compat.get_mag_model("no/such.json"), "bigram_path: no such file"),
         (
             lambda m: compat.CountedCSDraftingCachedDecoderModel(compat.DummyModel()),

@@ -12,6 +12,7 @@ from fastspec.models.graphs import bucket, capture_for, is_near
 from fastspec.models.layout import PassShape, Span, lay_out
 from fastspec.models.paged_model import PagedModel
 from fastspec.models.runner import ModelRunner
+from fastspec.models.transfer import StaticIntegers
 
 from ..models import VOCAB_SIZE, random_model
 from .probes import CountingCapture, runners_of, use_graphs
@@ -313,6 +314,21 @@ def test_a_model_that_cannot_be_captured_runs_without(caplog):
     assert "\n" not in record.message
     with pytest.raises(ValueError, match=r"^cuda_graphs: 'on', but LlamaForCausalLM"):
         runner_of(model, FailingCapture(), must=True).forward(ids_for(spans), spans)
+
+
+def test_static_integers_stay_where_they_are():
+    """All are replaced, at fixed addresses, by as many of their own widths."""
+    given = StaticIntegers(3, 2, torch.device("cpu"))
+    wide, narrow = given.wide, given.narrow
+    assert wide.tolist() == [0, 0, 0]
+    for step in (2**40, -1):
+        given.replace([step, 2, 3], [step % 7, -5])
+        assert wide.tolist() == [step, 2, 3]
+        assert narrow.tolist() == [step % 7, -5]
+    assert (wide.dtype, narrow.dtype) == (torch.int64, torch.int32)
+    for wrong in ([[1, 2], [3, 4]], [[1, 2, 3], [4, 5, 6]]):
+        with pytest.raises(ValueError, match="broadcast"):
+            given.replace(*wrong)
 
 
 def test_settings():

@@ -5,6 +5,7 @@ import torch
 
 import fastspec_kernels as ops
 from benchmarks.gpu import small_shapes
+from fastspec.models.transfer import StaticIntegers
 from tests.gpu.backends import each_backend, needs_gpu, require
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
@@ -43,6 +44,18 @@ def test_graph_replays_with_changed_inputs(op, backend):
             graph.replay()
             for output, want in zip(outputs, wanted, strict=True):
                 assert torch.equal(output, want)
+
+
+def test_static_integers_are_replaced_in_order():
+    """While the GPU is busy, later values do not overwrite those that it has yet to copy."""
+    given, seen = StaticIntegers(1000, 500, torch.device("cuda")), []
+    for number in range(6):
+        torch.cuda._sleep(10**7)
+        given.replace([number] * 1000, [-number] * 500)
+        seen.append((given.wide.clone(), given.narrow.clone()))
+    for number, (wide, narrow) in enumerate(seen):
+        assert (wide == number).all()
+        assert (narrow == -number).all()
 
 
 @each_backend
