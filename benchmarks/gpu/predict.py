@@ -174,9 +174,9 @@ def attention(op: str, batch: int, machine: Machine, tokens: int, context: int) 
         launches.append(Launch(name, idle * KV_HEADS, threads, (), 0, 1))
     if is_split:
         rows = batch * tokens * HEADS
-        # A warp for each head. Factors wait for peaks, and partials for factors; then 20 partials
+        # A warp for each head. Factors wait for peaks, and partials for factors; then 12 partials
         # are on their way while 4 are merged.
-        merged = Phase(HEAD_SIZE * 4 * partials, 20 * HEAD_SIZE * 4, cached=True)
+        merged = Phase(HEAD_SIZE * 4 * partials, 12 * HEAD_SIZE * 4, cached=True)
         launches.append(Launch("merge d128", rows, 32, (merged,), 0, 0, 5))
     floor = batch * (context * 2 * SLOT + tokens * HEADS * HEAD_SIZE * ITEM * 2)
     shape = {"B": batch, "tokens": tokens, "context": context}

@@ -29,8 +29,8 @@ each case names the commit that was measured. These were filled in afterwards, b
 the repository on that machine had no history of its own. The CUDA kernels of row_stats,
 logits_to_probs, sample, sample_coupled and verify_chain exist at those commits only.
 
-The engine's times are of [a fifth run](kernels.md#a-fifth-run), that of EAGLE-3 with 16 sequences of
-a fourth and that of Hugging Face's `generate` of a second. The kernels' times are of a first run
+The engine's times are of [a fifth run](kernels.md#a-fifth-run), that of EAGLE-3 with 16 sequences
+of a fourth and that of Hugging Face's `generate` of a second. The kernels' times are of a first run
 (commits 35ad562 and 71bd2a9) and the fifth."""
 MEANING = """\
 Times are medians in microseconds. The columns:

@@ -39,8 +39,8 @@ class StaticIntegers:
     """
 
     def __init__(self, num_wide: int, num_narrow: int, device: torch.device):
-        self._num_wide = num_wide
-        size = 8 * num_wide + 4 * num_narrow
+        self._num_wide, self._place = num_wide, 8 * (num_wide + num_wide % 2)  # kernels want 16
+        size = self._place + 4 * num_narrow
         self._bytes = torch.zeros(size, dtype=torch.uint8, device=device)
         self.wide, self.narrow = self._parts(self._bytes)
         self._on_host: Tensor | None = None
@@ -48,18 +48,20 @@ class StaticIntegers:
 
     def replace(self, wide: list[int], narrow: list[int]) -> None:
         """Replace all of them, without waiting for the copy or an earlier one."""
-        if self._on_host is None or not (self._is_copied is None or self._is_copied.query()):
-            self._on_host = torch.empty_like(
-                self._bytes, device="cpu", pin_memory=self._is_copied is not None
-            )
-        for part, values in zip(self._parts(self._on_host), (wide, narrow), strict=True):
+        # Nobody's until its copy is recorded, so that an interrupt cannot leave it in use.
+        on_host, self._on_host = self._on_host, None
+        event, device = self._is_copied, self._bytes.device
+        if on_host is None or not (event is None or event.query()):
+            on_host = torch.empty_like(self._bytes, device="cpu", pin_memory=event is not None)
+        for part, values in zip(self._parts(on_host), (wide, narrow), strict=True):
             part.numpy()[:] = values
-        self._bytes.copy_(self._on_host, non_blocking=True)
-        if self._is_copied is not None:
-            self._is_copied.record()
+        self._bytes.copy_(on_host, non_blocking=True)
+        if event is not None:
+            event.record(torch.cuda.current_stream(device))
+        self._on_host = on_host
 
     def _parts(self, both: Tensor) -> tuple[Tensor, Tensor]:
-        wide, narrow = both.tensor_split((8 * self._num_wide,))
+        wide, narrow = both[: 8 * self._num_wide], both[self._place :]
         return wide.view(torch.int64), narrow.view(torch.int32)
 
 

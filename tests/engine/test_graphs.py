@@ -331,6 +331,54 @@ def test_static_integers_stay_where_they_are():
             given.replace(*wrong)
 
 
+class PretendedEvent:
+    """Ends when told to; notes the streams that it was recorded on."""
+
+    def __init__(self):
+        self.is_over, self.streams = True, []
+
+    def query(self):
+        return self.is_over
+
+    def record(self, stream):
+        self.streams.append(stream)
+
+
+def test_static_integers_leave_alone_what_is_being_copied(monkeypatch):
+    """The event is of the device's own stream, which need not be the current device's."""
+    given = StaticIntegers(3, 1, torch.device("cpu"))
+    given._is_copied = event = PretendedEvent()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    monkeypatch.setattr(torch, "empty_like", lambda x, pin_memory, **options: x.clone())
+    used = []
+    for event.is_over in (True, True, False, True):
+        given.replace([1, 2, 3], [4])
+        used.append(given._on_host)
+    first, second, third, fourth = used
+    assert first is second
+    assert third is not second
+    assert fourth is third
+    assert event.streams == ["stream of cpu"] * 4
+
+
+def test_static_integers_after_an_interrupt(monkeypatch):
+    """A copy that was begun but not recorded keeps its buffer."""
+    given = StaticIntegers(1, 1, torch.device("cpu"))
+    given._is_copied = event = PretendedEvent()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch, "empty_like", lambda x, pin_memory, **options: x.clone())
+    given.replace([1], [2])
+    begun = given._on_host
+    with monkeypatch.context() as context:
+        context.setattr(event, "record", lambda stream: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            given.replace([3], [4])
+    given.replace([5], [6])
+    assert given._on_host is not begun
+    assert begun.tolist() != given._on_host.tolist()
+    assert (given.wide.tolist(), given.narrow.tolist()) == ([5], [6])
+
+
 def test_settings():
     model = random_model("llama")
     with pytest.raises(ValueError, match=r"^cuda_graphs: 'on', but LlamaForCausalLM runs on cpu"):

@@ -143,6 +143,7 @@ def report(
     # Only the loop over unmasked keys copies ahead; what it leaves in flight while it multiplies.
     waits = re.findall(r"cp\.async\.wait_group\s+(\d+)", compiled.asm["ptx"])
     line["in_flight"] = max(map(int, waits), default=0)
+    line["pairs"] = pairs_of(compiled.asm["ttgir"])
     line["float8"] = sorted(set(re.findall(r"\be[45]m[23]x2\b", compiled.asm["ptx"])))
     for key, pattern in {
         "spills": r"\bSTL\b",
@@ -153,6 +154,14 @@ def report(
     }.items():
         line[key] = len(re.findall(pattern, code))
     print(json.dumps(line), flush=True)
+
+
+def pairs_of(ttgir: str) -> list[bool]:
+    """Whether the two numbers of each store of a pair are neighbours in a row."""
+    layouts = dict(re.findall(r"^(#\w+) = #ttg\.(.*)$", ttgir, re.MULTILINE))
+    stored = re.findall(r"st\.global\.v2\.f32.*-> tensor<\w+, (#\w+)>", ttgir)
+    firsts = ("nvidia_mma<", "linear<{register = [[0, 1]")
+    return [layouts[name].startswith(firsts) for name in stored]
 
 
 def type_of(argument: str, dtype: str, is_float8: bool) -> str:

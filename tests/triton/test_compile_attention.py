@@ -46,8 +46,10 @@ def test_instructions(capability):
         assert line["spills"] <= (272 if may_spill else 12 if is_split else 0), line
         assert line["shared"] <= SHARED[capability], line
         assert line["loads16"] > 0, line
+        assert all(line["pairs"]), line
         if kind.rstrip("8+") not in ("chain", "tree", "cross"):
             continue
+        assert bool(line["pairs"]) == (" b1 " in shape), line
         # Keys and values of the next step are on their way while those of one are multiplied.
         assert line["in_flight"] >= 2, line
         assert line[LARGE_TILES[capability] if is_large else "mma"] > 0, line

@@ -224,8 +224,9 @@ def _store_in_place(target, values, stored, V: tl.constexpr):
     if V.interpreted:
         tl.store(target, values, mask=stored)
     else:
-        # The results of products lie in pairs of columns, which are both stored or neither.
-        IN_PAIRS: tl.constexpr = V.head_size % 2 == 0
+        # The results of products lie in pairs of columns, which are both stored or neither; those
+        # of the smallest heads need not.
+        IN_PAIRS: tl.constexpr = V.head_size % 2 == 0 and V.block_d > 16
         tl.inline_asm_elementwise(
             _STORE_PAIR if IN_PAIRS else _STORE_ONE,
             "=r,=r,l,l,f,f,r,r" if IN_PAIRS else "=r,l,f,r",
@@ -361,7 +362,7 @@ def merge_kernel(
     whole = _empty_state(1, V)
     peak, total = tl.full([], float("-inf"), tl.float32), tl.full([], 0.0, tl.float32)
     mixed = tl.full([V.block_d], 0.0, tl.float32)
-    for group in tl.range(first // per_group, (end + per_group - 1) // per_group, num_stages=6):
+    for group in tl.range(first // per_group, (end + per_group - 1) // per_group, num_stages=5):
         for part in tl.static_range(PARTS):
             index = group * per_group + part
             there = (part < per_group) & (index >= first) & (index < end)
