@@ -110,29 +110,24 @@ class DraftModelDrafter:
             Tokens [B, K] int32, -1 after the last one; their logits [B, K, V'] if kept, in the
             columns of `vocabulary`; and the number of tokens of each text.
         """
+        device, backend = uniforms.device, self.runner.paged_model.backend
+        token_ids = torch.full(uniforms.shape, -1, dtype=torch.int32, device=device)
+        draft_logits = None
         num_draft_tokens = [*num_draft_tokens]  # lowered for drafts that end early
+        drafting = [b for b, num in enumerate(num_draft_tokens) if num]
+        chain_logprobs = torch.zeros(len(num_draft_tokens), dtype=torch.float32, device=device)
+        has_rules = any(request.rules is not None for request in requests)
+        path = self._path(requests, texts, uniforms.shape[1]) if has_rules else None
+        ranks = self.runner.paged_model.ranks
         num_rows = [int(num > 0) for num in num_draft_tokens]
-        step_ids, spans = self._unread(requests, texts, num_rows)
+        unread, spans = self._unread(requests, texts, num_rows)
+        step_ids: Tensor | list[int] = unread
         random_inputs = {"uniforms": uniforms}
         if coupled_keys is not None:
             seeds, lengths = coupled_keys
             random_inputs |= {"seeds": seeds, "lengths": lengths}
-        written, num_steps = None, max(num_draft_tokens, default=0)
-        has_rules = any(request.rules is not None for request in requests)
-        ranks, device = self.runner.paged_model.ranks, self.runner.device
         is_free = not has_rules and ranks is None and self._threshold is None
-        if is_free and num_steps and self.runner.graphs is not None:
-            options = sampling, random_inputs, keeps_logits
-            written = self._write_at_once(step_ids, spans, num_draft_tokens, *options)
-        if written is not None:
-            (token_ids, draft_logits), num_steps = written, 0
-        else:
-            token_ids = torch.full(uniforms.shape, -1, dtype=torch.int32, device=device)
-            draft_logits = None
-        chain_logprobs = None
-        path = self._path(requests, texts, uniforms.shape[1]) if has_rules else None
-        drafting = [b for b, num in enumerate(num_draft_tokens) if num]
-        for step in range(num_steps):
+        for step in range(max(num_draft_tokens, default=0)):
             if not drafting:
                 break
             chosen, row_sampling = slice(None), sampling
@@ -140,13 +135,24 @@ class DraftModelDrafter:
                 chosen = device_tensor(drafting, torch.int64, device)
                 row_sampling = sampling_of_rows(sampling, chosen)
             own = {name: value[chosen] for name, value in random_inputs.items()}
+            if step == 0 and is_free and self.runner.graphs is not None:
+                wanted = [num for num in num_draft_tokens if num]
+                drafts = self._graphed.write(unread, spans, wanted, row_sampling, own, keeps_logits)
+                if drafts is not None:
+                    width, draft_logits = drafts.token_ids.shape[1], drafts.logits
+                    token_ids[chosen, :width] = drafts.token_ids
+                    if draft_logits is not None and draft_logits.shape[:2] != token_ids.shape:
+                        shape = *token_ids.shape, draft_logits.shape[2]
+                        all_logits = draft_logits.new_zeros(shape)
+                        all_logits[chosen, :width] = draft_logits
+                        draft_logits = all_logits
+                    break
             rows = [end - 1 for end in accumulate(span.count for span in spans)]
             logits = self.runner.forward(step_ids, spans, rows)[:, : self._vocab_size]
             if path is not None:
                 nodes = [len(texts[b]) - len(requests[b].token_ids) + step for b in drafting]
                 places = device_tensor([drafting, nodes], torch.int64, device)
                 logits = self.ruled(requests, logits, Rows(drafting, nodes, path))
-            backend = self.runner.paged_model.backend
             picked, logprobs = draw(logits, own, step, row_sampling, self.vocabulary, backend)
             if ranks is not None:  # all ranks must run the next pass on the same tokens
                 picked = ranks.of_first(picked)
@@ -158,8 +164,6 @@ class DraftModelDrafter:
                     draft_logits = logits.new_zeros((*uniforms.shape, logits.shape[1]))
                 draft_logits[chosen, step] = logits
             if self._threshold is not None and max(num_draft_tokens) > step + 1:
-                if chain_logprobs is None:
-                    chain_logprobs = logprobs.new_zeros(len(num_draft_tokens))
                 chain_logprobs[chosen] += logprobs
                 is_sure = chain_logprobs[chosen].exp() >= self._threshold
                 is_sure = (is_sure if ranks is None else ranks.of_first(is_sure.int())).tolist()
@@ -176,38 +180,6 @@ class DraftModelDrafter:
             if num:
                 self._num_cached[request.request_id] = len(text) + num - 1
         return token_ids, draft_logits, num_draft_tokens
-
-    def _write_at_once(
-        self,
-        input_ids: list[int],
-        spans: list[Span],
-        num_draft_tokens: list[int],
-        sampling: SamplingTensors,
-        random_inputs: dict[str, Tensor],
-        keeps_logits: bool,
-    ) -> tuple[Tensor, Tensor | None] | None:
-        """Return tokens and logits of `write` by one graph of all steps; None if there is none."""
-        wanted = [num for num in num_draft_tokens if num]
-        chosen, own = slice(None), random_inputs
-        if len(wanted) < len(num_draft_tokens):
-            drafting = [b for b, num in enumerate(num_draft_tokens) if num]
-            chosen = device_tensor(drafting, torch.int64, self.runner.device)
-            sampling = sampling_of_rows(sampling, chosen)
-            own = {name: value[chosen] for name, value in random_inputs.items()}
-        drafts = self._graphed.write(input_ids, spans, wanted, sampling, own, keeps_logits)
-        if drafts is None:
-            return None
-        shape, (token_ids, logits) = random_inputs["uniforms"].shape, drafts
-        if token_ids.shape == shape:
-            return token_ids.clone(), logits
-        width = token_ids.shape[1]
-        all_ids = token_ids.new_full(shape, -1)
-        all_ids[chosen, :width] = token_ids
-        if logits is None:
-            return all_ids, None
-        all_logits = logits.new_zeros((*shape, logits.shape[2]))
-        all_logits[chosen, :width] = logits
-        return all_ids, all_logits
 
     def read(
         self, requests: Sequence[Request], texts: list[list[int]], num_rows: list[int]

@@ -168,7 +168,7 @@ class FlatModel:
         if keeps_last:
             step.given[LAST_STATE] = self._norm(hidden.to(self._dtype))
             step.store_inputs()
-        hidden = hidden if rows is None else hidden.index_select(0, rows)
+        hidden = hidden if rows is None else hidden[rows]
         return self._head(self._norm(hidden.to(self._dtype)))
 
     def is_whole(self, input_ids: Tensor, positions: Tensor, logits: Tensor) -> bool:

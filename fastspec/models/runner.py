@@ -138,7 +138,7 @@ class ModelRunner:
         tree = None
         if parents is not None:
             tree = build_tree(parents, backend=self.paged_model.backend)
-        if rows == [*range(len(input_ids))] and rows:
+        if rows and rows == [*range(len(input_ids))]:
             rows = None
         if self.graphs is not None:
             view_values = partial(self.view_values, spans, parents)

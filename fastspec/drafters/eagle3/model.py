@@ -352,5 +352,5 @@ class FlatEagle3:
         read, factors = states.read(draft.fc)[0].float(), self._table.factors(positions)
         hidden = run_layers([self.layer], read, *factors, step, embeddings).to(draft.dtype)
         states.keep(hidden[None])
-        hidden = hidden if rows is None else hidden.index_select(0, rows)
+        hidden = hidden if rows is None else hidden[rows]
         return draft.lm_head(draft.norm(hidden))

@@ -22,6 +22,7 @@ from fastspec_kernels.triton.cache_kernels import round_to
 
 PARTS = tl.constexpr(RUN.value // FEW_CHUNK.value)  # partials loaded together: of a run, at most
 AT_ONCE = tl.constexpr(128)  # partials whose factors are found together: a multiple of PARTS
+STATS = tl.constexpr(4)  # peak, total, and the merge's factors of what precedes and of the partial
 _STORE_ONE = tl.constexpr(
     "{.reg .pred p; setp.ne.s32 p, $3, 0; @p st.global.f32 [$1], $2; mov.b32 $0, 0;}"
 )
@@ -29,7 +30,6 @@ _STORE_PAIR = tl.constexpr(
     "{.reg .pred p; setp.ne.s32 p, $6, 0; @p st.global.v2.f32 [$2], {$4, $5};"
     " mov.b32 $0, 0; mov.b32 $1, 0;}"
 )
-STATS = tl.constexpr(4)  # peak, total, and the merge's factors of what precedes and of the partial
 
 # The keys of a row are accumulated in a fixed tree: blocks of keys in order within a chunk, chunks
 # in order within a run, and then the runs. If several programs share a sequence, each writes the
