@@ -5,6 +5,7 @@
 
 #include "bindings.h"
 #include "cpu/linear.h"
+#include "cpu/sampling.h"
 
 namespace fastspec {
 
@@ -41,6 +42,24 @@ inline bool is_vector(const Tensor& tensor, int64_t size, ScalarType type) {
 inline bool is_matrix(const Tensor& tensor, ScalarType type) {
   return tensor.dim() == 2 && tensor.scalar_type() == type &&
          (tensor.stride(1) == 1 || tensor.size(1) <= 1);
+}
+
+template <class T>
+const T* data_or_null(const OptionalTensor& tensor) {
+  return tensor ? tensor->const_data_ptr<T>() : nullptr;
+}
+
+// One value per row or per sequence.
+inline cpu::SamplingParameters sampling_parameters(int64_t num, const OptionalTensor& temperature,
+                                            const OptionalTensor& top_k,
+                                            const OptionalTensor& top_p,
+                                            const OptionalTensor& min_p) {
+  require(!temperature || is_vector(*temperature, num, ScalarType::Float));
+  require(!top_k || is_vector(*top_k, num, ScalarType::Int));
+  require(!top_p || is_vector(*top_p, num, ScalarType::Float));
+  require(!min_p || is_vector(*min_p, num, ScalarType::Float));
+  return {data_or_null<float>(temperature), data_or_null<int32_t>(top_k),
+          data_or_null<float>(top_p), data_or_null<float>(min_p)};
 }
 
 inline cpu::Element element(const Tensor& tensor) {

@@ -5,11 +5,8 @@
 #include <tuple>
 #include <vector>
 
-#include "bindings_cpu.h"
+#include "bindings_cpu_pages.h"
 #include "cpu/compact_kv.h"
-#include "cpu/decoder_layer.h"
-#include "cpu/store_kv.h"
-#include "cpu/tree_attention.h"
 
 namespace fastspec {
 namespace {
@@ -48,28 +45,34 @@ cpu::Rotation rotation(const Tensor& cos, const Tensor& sin, const Tensor& key) 
           sin.stride(0), size};
 }
 
-// Without the data to store.
-cpu::StoreCall store_call(const Tensor& key_cache, const Tensor& value_cache,
-                          const Tensor& slot_mapping) {
+}  // namespace
+
+cpu::StoreCall store_call(const Tensor& key_cache, const Tensor& value_cache) {
   require_caches(key_cache, value_cache);
   element(key_cache);
   cpu::StoreCall call = {};
-  call.num_tokens = slot_mapping.numel();
   call.num_heads = key_cache.size(2);
-  require(is_vector(slot_mapping, call.num_tokens, ScalarType::Long));
   call.key = store_side(key_cache);
   call.value = store_side(value_cache);
-  call.slot_mapping = slot_mapping.const_data_ptr<int64_t>();
   call.head_bytes = key_cache.size(3) * static_cast<int64_t>(key_cache.element_size());
   call.num_blocks = key_cache.size(0);
   call.block_size = key_cache.size(1);
   return call;
 }
 
+void take_slots(const Tensor& slot_mapping, cpu::StoreCall& call) {
+  call.num_tokens = slot_mapping.numel();
+  require(is_vector(slot_mapping, call.num_tokens, ScalarType::Long));
+  call.slot_mapping = slot_mapping.const_data_ptr<int64_t>();
+}
+
+namespace {
+
 void store_kv(const Tensor& key, const Tensor& value, Tensor key_cache, Tensor value_cache,
               const Tensor& slot_mapping, const OptionalTensor& cos, const OptionalTensor& sin,
               double key_scale, double value_scale) {
-  cpu::StoreCall call = store_call(key_cache, value_cache, slot_mapping);
+  cpu::StoreCall call = store_call(key_cache, value_cache);
+  take_slots(slot_mapping, call);
   require(key_scale == 1 && value_scale == 1);
   require_rows(key, call.num_tokens, call.num_heads, key_cache);
   require_rows(value, call.num_tokens, call.num_heads, key_cache);
@@ -112,7 +115,8 @@ void compact_kv(Tensor key_caches, Tensor value_caches, const Tensor& block_tabl
   cpu::compact_kv(call);
 }
 
-// The common part of the attention ops, without queries, options and outputs.
+}  // namespace
+
 cpu::AttentionCall paged_call(int64_t num_rows, int64_t num_heads, const Tensor& key_cache,
                               const Tensor& value_cache, const Tensor& block_table,
                               const Tensor& context_lens, const Tensor& cu_rows, double scale) {
@@ -145,21 +149,6 @@ cpu::AttentionCall paged_call(int64_t num_rows, int64_t num_heads, const Tensor&
   return call;
 }
 
-cpu::AttentionCall attention_call(const Tensor& query, const Tensor& key_cache,
-                                  const Tensor& value_cache, const Tensor& block_table,
-                                  const Tensor& context_lens, const Tensor& cu_rows, double scale,
-                                  double value_scale) {
-  require(query.dim() == 3 && value_scale == 1);
-  cpu::AttentionCall call = paged_call(query.size(0), query.size(1), key_cache, value_cache,
-                                       block_table, context_lens, cu_rows, scale);
-  require_rows(query, call.num_rows, call.num_heads, key_cache);
-  call.query = query.const_data_ptr();
-  call.query_token_stride = query.stride(0);
-  call.query_head_stride = query.stride(1);
-  return call;
-}
-
-// What a row of a decoder sees, and the bounds of its scores.
 void add_options(cpu::AttentionCall& call, int64_t sliding_window, double softcap,
                  const OptionalTensor& sinks, const OptionalTensor& ancestor_mask) {
   require(!sinks || is_vector(*sinks, call.num_heads, ScalarType::Float));
@@ -177,6 +166,22 @@ void add_options(cpu::AttentionCall& call, int64_t sliding_window, double softca
   // A window longer than any context is off, and its arithmetic must not overflow.
   call.sliding_window = sliding_window < INT32_MAX ? sliding_window : 0;
   call.softcap = static_cast<float>(softcap);
+}
+
+namespace {
+
+cpu::AttentionCall attention_call(const Tensor& query, const Tensor& key_cache,
+                                  const Tensor& value_cache, const Tensor& block_table,
+                                  const Tensor& context_lens, const Tensor& cu_rows, double scale,
+                                  double value_scale) {
+  require(query.dim() == 3 && value_scale == 1);
+  cpu::AttentionCall call = paged_call(query.size(0), query.size(1), key_cache, value_cache,
+                                       block_table, context_lens, cu_rows, scale);
+  require_rows(query, call.num_rows, call.num_heads, key_cache);
+  call.query = query.const_data_ptr();
+  call.query_token_stride = query.stride(0);
+  call.query_head_stride = query.stride(1);
+  return call;
 }
 
 std::tuple<Tensor, Tensor> tree_attention(const Tensor& query, const Tensor& key_cache,
@@ -210,161 +215,6 @@ Tensor cross_attention(const Tensor& query, const Tensor& key_cache, const Tenso
   return out;
 }
 
-// Data of a dense tensor with the model's dtype.
-const void* weight_data(const Tensor& weight, std::initializer_list<int64_t> shape,
-                        ScalarType type) {
-  require(has_shape(weight, shape) && weight.scalar_type() == type && weight.is_contiguous());
-  return weight.const_data_ptr();
-}
-
-const void* weight_data(const OptionalTensor& weight, std::initializer_list<int64_t> shape,
-                        ScalarType type) {
-  return weight ? weight_data(*weight, shape, type) : nullptr;
-}
-
-// The tensors of a layer, in the order of `LayerWeights` in fastspec_kernels.
-enum LayerTensor {
-  kAttentionNorm,
-  kQuery,
-  kKey,
-  kValue,
-  kOutput,
-  kMlpNorm,
-  kGate,
-  kUp,
-  kDown,
-  kQueryBias,
-  kKeyBias,
-  kValueBias,
-  kOutputBias,
-  kQueryNorm,
-  kKeyNorm,
-  kAttentionOutNorm,
-  kMlpOutNorm,
-  kSinks,
-  kNumLayerTensors
-};
-
-// Fills in the weights of a layer; sizes and caches are known. Those of the products may be
-// quantized, with as many bits as mlp.element, and biases are float32 then.
-void add_weights(const OptionalTensor* weights, ScalarType type, cpu::DecoderLayerCall& call) {
-  const int64_t size = call.mlp.size, wide = call.mlp.hidden, inputs = call.embedding_size + size;
-  const int64_t head_size = call.attention.head_size;
-  const int64_t queries = call.attention.num_heads * head_size;
-  const int64_t keys = call.attention.num_kv_heads * head_size;
-  const auto data = [&](LayerTensor name, std::initializer_list<int64_t> shape) {
-    require(weights[name] || name >= kQueryBias);
-    return weight_data(weights[name], shape, type);
-  };
-  call.attention_norm = data(kAttentionNorm, {size});
-  call.query_norm = data(kQueryNorm, {head_size});
-  call.key_norm = data(kKeyNorm, {head_size});
-  call.attention_out_norm = data(kAttentionOutNorm, {size});
-  call.mlp_norm = data(kMlpNorm, {size});
-  call.mlp_out_norm = data(kMlpOutNorm, {size});
-  const bool is_quantized = cpu::is_quantized(call.mlp.element);
-  const auto matrix = [&](LayerTensor name, int64_t outputs, int64_t depth) {
-    if (!is_quantized) return data(name, {outputs, depth});
-    require(weights[name] && is_quantized_weight(*weights[name], outputs, depth));
-    require(bits_of(*weights[name]) == call.mlp.element);
-    return weights[name]->const_data_ptr();
-  };
-  const auto projection = [&](LayerTensor name, LayerTensor bias, int64_t outputs, int64_t depth) {
-    const ScalarType bias_type = is_quantized ? ScalarType::Float : type;
-    return cpu::Projection{matrix(name, outputs, depth),
-                           weight_data(weights[bias], {outputs}, bias_type)};
-  };
-  call.query = projection(kQuery, kQueryBias, queries, inputs);
-  call.key = projection(kKey, kKeyBias, keys, inputs);
-  call.value = projection(kValue, kValueBias, keys, inputs);
-  call.output = projection(kOutput, kOutputBias, size, queries);
-  call.mlp.gate = matrix(kGate, wide, size);
-  call.mlp.up = matrix(kUp, wide, size);
-  call.mlp.down = matrix(kDown, size, wide);
-}
-
-Tensor decoder_layers(const Tensor& hidden, std::vector<OptionalTensor> layers,
-                      std::vector<Tensor> key_caches, std::vector<Tensor> value_caches, double eps,
-                      double norm_shift, const Text& activation, const OptionalTensor& cos,
-                      const OptionalTensor& sin, const OptionalTensor& embeddings,
-                      std::vector<int64_t> kept_layers, std::vector<Tensor> kept_caches,
-                      const Tensor& slot_mapping, const Tensor& block_table,
-                      const Tensor& context_lens, const Tensor& cu_rows, double scale,
-                      int64_t sliding_window, double softcap, const OptionalTensor& ancestor_mask) {
-  require(hidden.dim() == 2 && hidden.size(1) > 0 && eps > 0);
-  require(hidden.scalar_type() == ScalarType::Float && hidden.is_contiguous());
-  require(activation == "silu" || activation == "gelu_tanh");
-  const size_t num_layers = key_caches.size();
-  require(num_layers > 0 && value_caches.size() == num_layers);
-  require(layers.size() == num_layers * kNumLayerTensors);
-  const int64_t num_rows = hidden.size(0);
-  cpu::DecoderLayerCall shared = {};
-  shared.mlp.size = hidden.size(1);
-  shared.mlp.activation =
-      activation == "silu" ? cpu::Activation::kSilu : cpu::Activation::kGeluTanh;
-  require(cos.has_value() == sin.has_value());
-  if (cos) {
-    require(is_matrix(*cos, ScalarType::Float) && is_matrix(*sin, ScalarType::Float));
-    shared.rotary_size = cos->size(1);
-    require(has_shape(*cos, {num_rows, shared.rotary_size}));
-    require(has_shape(*sin, {num_rows, shared.rotary_size}));
-    require(shared.rotary_size % 2 == 0 && shared.rotary_size >= 2);
-    shared.cos = cos->const_data_ptr<float>();
-    shared.sin = sin->const_data_ptr<float>();
-    shared.cos_stride = cos->stride(0);
-    shared.sin_stride = sin->stride(0);
-  }
-  if (embeddings) {
-    require(embeddings->dim() == 2 && embeddings->size(0) == num_rows);
-    require(embeddings->scalar_type() == ScalarType::Float && embeddings->is_contiguous());
-    shared.embedding_size = embeddings->size(1);
-    shared.embeddings = embeddings->const_data_ptr<float>();
-  }
-  require(kept_caches.size() == (kept_layers.empty() ? 0 : 2));
-  if (!kept_layers.empty()) {
-    shared.kept = store_call(kept_caches[0], kept_caches[1], slot_mapping);
-    shared.kept_element = element(kept_caches[0]);
-    require(shared.kept.num_tokens == num_rows);
-    require(kept_caches[0].size(2) == static_cast<int64_t>(kept_layers.size()));
-    require(2 * kept_caches[0].size(3) == shared.mlp.size);
-  }
-  // All layers are checked before the first one writes.
-  std::vector<cpu::DecoderLayerCall> calls(num_layers, shared);
-  for (size_t index = 0; index < num_layers; ++index) {
-    const OptionalTensor* weights = &layers[index * kNumLayerTensors];
-    const Tensor &key_cache = key_caches[index], &value_cache = value_caches[index];
-    cpu::DecoderLayerCall& call = calls[index];
-    call.store = store_call(key_cache, value_cache, slot_mapping);
-    const int64_t head_size = key_cache.size(3);
-    require(call.store.num_tokens == num_rows && call.rotary_size <= head_size);
-    require(weights[kQuery] && weights[kGate]);
-    const bool is_quantized = weights[kQuery]->scalar_type() == ScalarType::Byte;
-    const int64_t rank = is_quantized ? 3 : 2, tile = is_quantized ? cpu::kOutputTile : 1;
-    require(weights[kQuery]->dim() == rank && weights[kGate]->dim() == rank);
-    const int64_t queries = weights[kQuery]->size(0) * tile;
-    require(queries % head_size == 0);
-    call.attention = paged_call(num_rows, queries / head_size, key_cache, value_cache, block_table,
-                                context_lens, cu_rows, scale);
-    add_options(call.attention, sliding_window, softcap, weights[kSinks], ancestor_mask);
-    call.norm = {nullptr, call.attention.element, static_cast<float>(eps),
-                 static_cast<float>(norm_shift)};
-    call.mlp.hidden = weights[kGate]->size(0) * tile;
-    call.mlp.element = is_quantized ? bits_of(*weights[kQuery]) : call.attention.element;
-    add_weights(weights, key_cache.scalar_type(), call);
-  }
-  for (size_t head = 0; head < kept_layers.size(); ++head) {
-    const int64_t layer = kept_layers[head];
-    require(-1 <= layer && layer < static_cast<int64_t>(num_layers));
-    if (layer >= 0) calls[layer].kept_heads.push_back(static_cast<int64_t>(head));
-  }
-  Tensor out = new_tensor({num_rows, hidden.size(1)}, ScalarType::Float);
-  float* rows = out.mutable_data_ptr<float>();
-  std::copy_n(hidden.const_data_ptr<float>(), num_rows * hidden.size(1), rows);
-  for (cpu::DecoderLayerCall& call : calls) call.hidden = rows;
-  cpu::decoder_layers(calls);
-  return out;
-}
-
 }  // namespace
 }  // namespace fastspec
 
@@ -373,5 +223,4 @@ STABLE_TORCH_LIBRARY_IMPL(fastspec, CPU, m) {
   m.impl("compact_kv", TORCH_BOX(&fastspec::compact_kv));
   m.impl("tree_attention", TORCH_BOX(&fastspec::tree_attention));
   m.impl("cross_attention", TORCH_BOX(&fastspec::cross_attention));
-  m.impl("decoder_layers", TORCH_BOX(&fastspec::decoder_layers));
 }

@@ -12,25 +12,8 @@ namespace fastspec {
 namespace {
 
 template <class T>
-const T* data_or_null(const OptionalTensor& tensor) {
-  return tensor ? tensor->const_data_ptr<T>() : nullptr;
-}
-
-template <class T>
 T* out(Tensor& tensor) {
   return tensor.mutable_data_ptr<T>();
-}
-
-cpu::SamplingParameters sampling_parameters(int64_t num, const OptionalTensor& temperature,
-                                            const OptionalTensor& top_k,
-                                            const OptionalTensor& top_p,
-                                            const OptionalTensor& min_p) {
-  require(!temperature || is_vector(*temperature, num, ScalarType::Float));
-  require(!top_k || is_vector(*top_k, num, ScalarType::Int));
-  require(!top_p || is_vector(*top_p, num, ScalarType::Float));
-  require(!min_p || is_vector(*min_p, num, ScalarType::Float));
-  return {data_or_null<float>(temperature), data_or_null<int32_t>(top_k),
-          data_or_null<float>(top_p), data_or_null<float>(min_p)};
 }
 
 // A matrix of logits that starts `offset` elements into a tensor; its rows are the second to last

@@ -17,8 +17,9 @@ from fastspec.drafters.base import (
     greedy_sampling,
     sampling_of_rows,
 )
+from fastspec.drafters.chains import DraftChains
 from fastspec.drafters.context import DrafterContext, DrafterPlan
-from fastspec.drafters.graphed_drafts import GraphedDrafts, draw
+from fastspec.drafters.graphed_drafts import Drafts, GraphedDrafts, draw
 from fastspec.drafters.logit_rules import Rows, apply_rules, without_forbidden
 from fastspec.models.blocks import Blocks
 from fastspec.models.layout import Span
@@ -58,6 +59,8 @@ class DraftModelDrafter:
         self.is_probabilistic = probabilistic
         self._threshold = confidence_threshold
         self._graphed = GraphedDrafts(runner, self.vocabulary, self._vocab_size)
+        num_columns = min(self._vocab_size, runner.paged_model.num_columns)
+        self._chains = DraftChains(runner, num_columns)
         self._num_cached: dict[str, int] = {}
         self._filled: dict[int, int] = {}  # by block id, the block's tenancy when it was filled
 
@@ -126,7 +129,6 @@ class DraftModelDrafter:
         if coupled_keys is not None:
             seeds, lengths = coupled_keys
             random_inputs |= {"seeds": seeds, "lengths": lengths}
-        is_free = not has_rules and ranks is None and self._threshold is None
         for step in range(max(num_draft_tokens, default=0)):
             if not drafting:
                 break
@@ -135,9 +137,9 @@ class DraftModelDrafter:
                 chosen = device_tensor(drafting, torch.int64, device)
                 row_sampling = sampling_of_rows(sampling, chosen)
             own = {name: value[chosen] for name, value in random_inputs.items()}
-            if step == 0 and is_free and self.runner.graphs is not None:
+            if step == 0 and not has_rules and ranks is None:
                 wanted = [num for num in num_draft_tokens if num]
-                drafts = self._graphed.write(unread, spans, wanted, row_sampling, own, keeps_logits)
+                drafts = self._at_once(unread, spans, wanted, row_sampling, own, keeps_logits)
                 if drafts is not None:
                     width, draft_logits = drafts.token_ids.shape[1], drafts.logits
                     token_ids[chosen, :width] = drafts.token_ids
@@ -146,6 +148,8 @@ class DraftModelDrafter:
                         all_logits = draft_logits.new_zeros(shape)
                         all_logits[chosen, :width] = draft_logits
                         draft_logits = all_logits
+                    for b, count in zip(drafting, drafts.counts, strict=True):
+                        num_draft_tokens[b] = count
                     break
             rows = [end - 1 for end in accumulate(span.count for span in spans)]
             logits = self.runner.forward(step_ids, spans, rows)[:, : self._vocab_size]
@@ -180,6 +184,23 @@ class DraftModelDrafter:
             if num:
                 self._num_cached[request.request_id] = len(text) + num - 1
         return token_ids, draft_logits, num_draft_tokens
+
+    def _at_once(
+        self,
+        unread: list[int],
+        spans: list[Span],
+        counts: list[int],
+        sampling: SamplingTensors,
+        random_inputs: dict[str, Tensor],
+        keeps_logits: bool,
+    ) -> Drafts | None:
+        """Run all steps by one launch or call; None if they must run pass by pass."""
+        inputs = unread, spans, counts, sampling
+        if self.runner.graphs is not None and self._threshold is None:
+            return self._graphed.write(*inputs, random_inputs, keeps_logits)
+        if "seeds" in random_inputs:
+            return None
+        return self._chains.write(*inputs, random_inputs["uniforms"], self._threshold, keeps_logits)
 
     def read(
         self, requests: Sequence[Request], texts: list[list[int]], num_rows: list[int]

@@ -32,11 +32,12 @@ MAX_LOGIT_BYTES = 64 << 20  # logits kept by one graph
 
 
 class Drafts(NamedTuple):
-    """What a draft model wrote: tokens [B, K] int32, valid until it writes again, and their logits
-    [B, K, V'] if kept."""
+    """What a draft model wrote: tokens [B, K] int32, valid until it writes again, their logits
+    [B, K, V'] if kept, and the number of tokens of each text."""
 
     token_ids: Tensor
     logits: Tensor | None
+    counts: list[int]
 
 
 def draw(
@@ -136,7 +137,7 @@ class GraphedDrafts:
             ends_before = chain.lengths[: len(spans), None] <= chain.columns[:num_steps]
             token_ids.masked_fill_(ends_before, -1)
         kept = None if logits is None else logits[: len(spans), :num_steps].clone()
-        return Drafts(token_ids, kept)
+        return Drafts(token_ids, kept, counts)
 
     def _near(
         self,

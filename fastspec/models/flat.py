@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise, product
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +22,14 @@ from fastspec.models.twin import (
     WIDER,
     computes_gated_mlp,
     configs_of,
+    eps_of,
     is_as_exact,
     is_plain,
     is_plain_linear,
     most_rows,
     wider_copy,
 )
-from fastspec_kernels import LayerWeights, backend_of, decoder_layers
+from fastspec_kernels import DraftWeights, LayerWeights, backend_of, decoder_layers
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +56,37 @@ _HEAD_NORMS = {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"}
 _VARIANTS = tuple(product((0.0, 1.0), ("silu", "gelu_tanh"), (True, False)))
 
 
-# Replaces `PagedModel.forward`, with the same arguments: ids, positions, rows and the step.
-FlatPass = Callable[[Tensor, Tensor, Tensor | None, PagedStep], Tensor]
+PACKED = "packed_weight"  # attribute of linear layers that use it instead of their own
+
+
+@dataclass(frozen=True)
+class ChainParts:
+    """What `draft_chain` needs of a model.
+
+    Attributes:
+        options: its options that are the model's.
+        layers: the layers' numbers, whose caches they use.
+        table: of the rotation; None = there is none.
+    """
+
+    weights: DraftWeights
+    options: dict[str, Any]
+    layers: list[int]
+    table: RotaryTable | None
+
+
+class FlatPass(Protocol):
+    """Runs passes of a model without its modules."""
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, rows: Tensor | None, step: PagedStep
+    ) -> Tensor:
+        """See `PagedModel.forward`."""
+        ...
+
+    def chain_parts(self) -> ChainParts | None:
+        """Return what runs all steps of a draft in one call, if that can."""
+        ...
 
 
 @dataclass
@@ -171,6 +201,12 @@ class FlatModel:
         hidden = hidden if rows is None else hidden[rows]
         return self._head(self._norm(hidden.to(self._dtype)))
 
+    def chain_parts(self) -> ChainParts | None:
+        """See `FlatPass.chain_parts`; layers with unequal options are several runs."""
+        if len(self._runs) > 1:
+            return None
+        return chain_parts(self._embed, self._layers, self._norm, self._head, self._table)
+
     def is_whole(self, input_ids: Tensor, positions: Tensor, logits: Tensor) -> bool:
         """Whether these parts alone reproduce the trial pass.
 
@@ -187,6 +223,49 @@ class FlatModel:
         for layer in self._layers:
             pairs += zip(factors, layer.given[1]["position_embeddings"], strict=True)
         return all(torch.equal(left, right) for left, right in pairs)
+
+
+def chain_parts(
+    embed: nn.Embedding,
+    layers: Sequence[FlatLayer],
+    norm: nn.Module,
+    head: Any,
+    table: RotaryTable,
+    embedding_norm: nn.Module | None = None,
+) -> ChainParts | None:
+    """Return what `draft_chain` needs of a model of these parts; None if it computes another.
+
+    layers: have equal options.
+    """
+    first, norms = layers[0], [norm] if embedding_norm is None else [norm, embedding_norm]
+    if {eps_of(each) for each in norms} != {first.options["eps"]}:
+        return None
+    if embed.max_norm is not None or first.options.get("norm_shift"):
+        return None
+    linear, tokens = head, None
+    if type(head) is ReducedHead:
+        if head.is_spread:
+            return None
+        linear, tokens = head.linear, head.token_ids.int()
+    packed, bias = vars(linear).get(PACKED), linear.bias
+    if packed is not None and bias is not None:
+        bias = bias.detach().float().contiguous()
+    norm_weights = [cast(Tensor, each.weight) for each in norms]
+    plain = [embed.weight, *norm_weights, *([linear.weight] if packed is None else [])]
+    dtype = first.weights.attention_norm.dtype
+    if not all(each.dtype == dtype and each.is_contiguous() for each in plain):
+        return None
+    weights = DraftWeights(
+        embedding=embed.weight,
+        layers=[layer.weights for layer in layers],
+        norm=norm_weights[0],
+        head=linear.weight if packed is None else packed,
+        head_bias=bias,
+        head_tokens=tokens,
+        embedding_norm=None if embedding_norm is None else norm_weights[1],
+    )
+    numbers = [layer.index for layer in layers]
+    return ChainParts(weights, first.options, numbers, table if first.rotates else None)
 
 
 def find_layers(model: PreTrainedModel, backend: str) -> list[FlatLayer]:
@@ -235,7 +314,7 @@ def flatten(
         layer.given, layer.made = ((), {}), None
         if not is_whole:
             layer.module.__dict__["forward"] = layer.forward
-    return flat.forward if flat is not None and is_whole else None
+    return flat if is_whole else None
 
 
 def _can_run(trial: Callable[..., bool], *args) -> bool:

@@ -19,6 +19,7 @@ from fastspec.config.checks import require
 from fastspec.models.flat import (
     TRIAL_TOKENS,
     FlatLayer,
+    ChainParts,
     FlatPass,
     find_layers,
     flatten,
@@ -49,7 +50,7 @@ from fastspec.models.twin import (
     use_linear_kernels,
     use_mlp_kernels,
 )
-from fastspec_kernels import available_backends, store_kv, tree_attention
+from fastspec_kernels import available_backends, backend_of, store_kv, tree_attention
 
 # transformers would treat a name with "flash", "sdpa" or a slash as one of its own.
 ATTENTION_NAME = "fastspec_paged"
@@ -188,8 +189,8 @@ class PagedModel:
         self.vocab_size: int = text_config.vocab_size  # until the probing pass has logits
         self.max_positions = getattr(text_config, "max_position_embeddings", None)
         self._adopt(model)
-        self.flat: FlatPass | None = None  # runs passes of up to `most_rows` tokens without modules
-        self._most_flat_rows = most_rows(self.device)
+        self.flat: FlatPass | None = None  # runs passes of up to `most_flat_rows` tokens
+        self.most_flat_rows = most_rows(self.device)
         layers: list[FlatLayer] = []
         is_plain = self.decoder_start_id is None and self.recurrent is None
         if is_plain and self.chunk_size is None and not self._counts_positions:
@@ -216,8 +217,8 @@ class PagedModel:
             keep["logits_to_keep"] = rows
         if self.rotary is not None and self.rotary.limit is not None:
             self.rotary.begin(positions, step)
-        if self.flat is not None and len(input_ids) <= self._most_flat_rows:
-            return self.flat(input_ids, positions, rows, step)
+        if self.flat is not None and len(input_ids) <= self.most_flat_rows:
+            return self.flat.forward(input_ids, positions, rows, step)
         if self._counts_positions:
             self._cache.num_seen = positions - torch.arange(len(positions), device=self.device)
         if self.recurrent is not None:
@@ -235,6 +236,15 @@ class PagedModel:
             self.recurrent.end()
         step.store_inputs()
         return logits if self._keeps_logits or rows is None else logits[rows]
+
+    def chain_parts(self) -> ChainParts | None:
+        """Return what runs all steps of a draft in one call, which CPUs have a kernel for."""
+        is_usual = self.cache_dtype == self.dtype and self.ranks is None
+        if self.flat is None or not is_usual or self.device.type != "cpu":
+            return None
+        if backend_of("draft_chain", self.device, self.backend) != "cpu":
+            return None
+        return self.flat.chain_parts()
 
     def new_caches(self, num_blocks: int, block_size: int) -> list[CacheStack]:
         """Allocate uninitialised caches; layers with equal head shapes share one allocation.

@@ -25,14 +25,22 @@ class RotaryTable:
 
     def factors(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin [T, R] float32 for positions [T]; cached only on the CPU."""
-        if positions.device.type != "cpu" or "forward" in vars(self._rotary):
+        if positions.device.type != "cpu":
             return self._computed(positions)
-        if (end := int(positions.max()) + 1) > _MOST_KEPT:
+        if (kept := self.kept(int(positions.max()) + 1)) is None:
             return self._computed(positions)
+        cos, sin = kept
+        return cos[positions], sin[positions]
+
+    def kept(self, end: int) -> tuple[Tensor, Tensor] | None:
+        """Return cos and sin [P, R] of all cached positions, at least `end`, on the CPU; None if
+        these are not cached."""
+        if end > _MOST_KEPT or "forward" in vars(self._rotary):
+            return None
         if end > len(self._cos):
             num = max(_LEAST_KEPT, 1 << (end - 1).bit_length())
             self._cos, self._sin = self._computed(torch.arange(num))
-        return self._cos[positions], self._sin[positions]
+        return self._cos, self._sin
 
     def _computed(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         like = torch.zeros((), dtype=torch.float32, device=positions.device)

@@ -1,6 +1,7 @@
 """Forward passes of one model over packed, ragged batches of sequences in the paged cache."""
 
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,19 @@ from fastspec.models.layout import (
 from fastspec.models.paged_model import PagedModel
 from fastspec.models.transfer import device_tensor
 from fastspec_kernels import build_tree, compact_kv
+
+
+class ChainInputs(NamedTuple):
+    """What `draft_chain` reads in its first pass besides tokens, and what it keeps.
+
+    Attributes:
+        spans: the slots that the pass fills.
+        states, own_states: see `fastspec_kernels.draft_chain`.
+    """
+
+    spans: list[Span]
+    states: Tensor | None = None
+    own_states: Tensor | None = None
 
 
 class ModelRunner:
@@ -79,6 +93,10 @@ class ModelRunner:
     def view_values(self, spans: list[Span], parents: Tensor | None) -> tuple[Tensor, ...] | None:
         """Return what `view_buffers` hold for a pass over these spans; None = run it uncaptured."""
         return ()
+
+    def chain_inputs(self, spans: list[Span]) -> ChainInputs | None:
+        """Return what the first pass of a draft in one call reads; None = draft pass by pass."""
+        return ChainInputs(spans) if self.inputs is None else None
 
     def drafting_spans(self, spans: list[Span]) -> list[Span] | None:
         """Return the slots that the first pass of a draft fills; None = draft pass by pass."""

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from types import FunctionType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -266,6 +266,12 @@ def _take_over(module: Any, kernel: Forward) -> None:
     theirs = type(module).forward(module, trial)
     if is_as_exact(forward(trial), theirs, truth(trial.to(wider))):
         module.__dict__["forward"] = forward
+
+
+def eps_of(module: nn.Module) -> float | None:
+    """Return eps of an RMSNorm that our kernel computes; None for any other module."""
+    runs_kernel = _is_rms_norm(module) and is_plain(module) and "forward" in vars(module)
+    return cast(float, module.variance_epsilon) if runs_kernel else None
 
 
 def _is_rms_norm(module: nn.Module) -> bool:

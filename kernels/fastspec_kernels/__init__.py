@@ -9,9 +9,11 @@ from fastspec_kernels.backend import (
 )
 from fastspec_kernels.cache import compact_kv, store_kv
 from fastspec_kernels.decoder import decoder_layers
+from fastspec_kernels.draft import draft_chain
 from fastspec_kernels.layers import gated_mlp, linear, rms_norm
 from fastspec_kernels.penalties import penalize
 from fastspec_kernels.quantized import quantize_weight, quantized_linear
+from fastspec_kernels.reference.draft import DraftWeights
 from fastspec_kernels.reference.layers import LayerWeights
 from fastspec_kernels.reference.quantized import TILE as PACKED_TILE
 from fastspec_kernels.rng import uniform
@@ -25,6 +27,7 @@ PAD_TOKEN_ID = -1
 __all__ = [
     "PACKED_TILE",
     "PAD_TOKEN_ID",
+    "DraftWeights",
     "LayerWeights",
     "available_backends",
     "backend_of",
@@ -33,6 +36,7 @@ __all__ = [
     "cpu_instruction_set",
     "cross_attention",
     "decoder_layers",
+    "draft_chain",
     "gated_mlp",
     "linear",
     "logits_to_probs",

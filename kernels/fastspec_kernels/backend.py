@@ -68,7 +68,8 @@ def run_checked(
         with torch.no_grad():  # no kernel is differentiable, and a cache may be a leaf
             out = run(*arguments)
     for place in library.WRITTEN[op]:  # only torch's own ops tell autograd by themselves
-        increment_version(arguments[place])
+        if (written := arguments[place]) is not None:
+            increment_version(written)
     return out
 
 

@@ -1,6 +1,6 @@
 """Whole decoder layers in one call."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -102,9 +102,9 @@ def decoder_layers(
     and value weights at once, and by gate and up weights, if these lie next to each other in one
     allocation, in this order. No host synchronisation.
     """
-    _first_of("layers", layers, LayerWeights)
-    cache: Tensor = _first_of("key_caches", key_caches, Tensor)
-    _first_of("value_caches", value_caches, Tensor)
+    first_of("layers", layers, LayerWeights)
+    cache: Tensor = first_of("key_caches", key_caches, Tensor)
+    first_of("value_caches", value_caches, Tensor)
     given_scale, scale = scale, scale_of_stored(cache, scale, 1.0)
     softcap, _ = check_options(cache, sliding_window, softcap, None, False)
     check_score_scale(scale, softcap)
@@ -117,10 +117,6 @@ def decoder_layers(
     _check_kept(kept_layers, kept_caches, len(layers))
 
     def check():
-        for name, caches in (("key_caches", key_caches), ("value_caches", value_caches)):
-            if len(caches) != len(layers):
-                expected = f"one for each of {len(layers)} layers"
-                raise ValueError(f"{name}: expected {expected}, got {len(caches)}")
         check_tensor("hidden", hidden, (None, None), (torch.float32,), cache.device)
         check_contiguous("hidden", hidden)
         num_rows, size = hidden.shape
@@ -132,16 +128,10 @@ def decoder_layers(
             num_inputs += embeddings.shape[1]
         check_tensor("slot_mapping", slot_mapping, (num_rows,), (torch.int64,), cache.device)
         check_contiguous("slot_mapping", slot_mapping)
-        for index, weights in enumerate(layers):
-            own = key_caches[index], value_caches[index]
-            names = f"key_caches[{index}]", f"value_caches[{index}]"
-            num_kv_heads, head_size = check_caches(*own, names)
-            check_rotation(cos, sin, num_rows, head_size, (torch.float32,), cache.device)
-            check_slots(slot_mapping, own[0])
-            sizes = size, num_inputs, num_kv_heads
-            num_heads = _check_weights(f"layers[{index}]", weights, own[0], *sizes)
-            query = own[0].new_empty((num_rows, num_heads, head_size))
-            check_attention(query, *own, *pages, None, ancestor_mask)
+        sizes = num_rows, size, num_inputs
+        for own in check_layers(layers, key_caches, value_caches, sizes, pages, ancestor_mask):
+            check_rotation(cos, sin, num_rows, own.shape[-1], (torch.float32,), cache.device)
+            check_slots(slot_mapping, own)
         if kept_caches:
             _check_kept_caches(kept_caches, len(kept_layers), slot_mapping, hidden)
 
@@ -152,12 +142,40 @@ def decoder_layers(
     return run_checked("decoder_layers", backend, cache, arguments, check)
 
 
-def _first_of(name: str, values: Sequence[Any], kind: type) -> Any:
+def first_of(name: str, values: Sequence[Any], kind: type) -> Any:
     """Return the first value; ValueError unless `values` is a non-empty list or tuple of `kind`."""
     is_list = isinstance(values, (list, tuple))
     if not is_list or not values or not all(isinstance(value, kind) for value in values):
         raise ValueError(f"{name}: expected a {kind.__name__} for each layer, got {values!r:.60}")
     return values[0]
+
+
+def check_layers(
+    layers: Sequence[LayerWeights],
+    key_caches: Sequence[Tensor],
+    value_caches: Sequence[Tensor],
+    sizes: tuple[int, int, int],
+    pages: tuple[Tensor, Tensor, Tensor],
+    ancestor_mask: Tensor | None,
+) -> Iterator[Tensor]:
+    """Check layers and their caches; yield each layer's cache of keys.
+
+    sizes: the numbers of rows, of values in a hidden state, and of values that attention reads.
+    """
+    for name, caches in (("key_caches", key_caches), ("value_caches", value_caches)):
+        if len(caches) != len(layers):
+            expected = f"one for each of {len(layers)} layers"
+            raise ValueError(f"{name}: expected {expected}, got {len(caches)}")
+    num_rows, size, num_inputs = sizes
+    for index, weights in enumerate(layers):
+        own = key_caches[index], value_caches[index]
+        names = f"key_caches[{index}]", f"value_caches[{index}]"
+        num_kv_heads, head_size = check_caches(*own, names)
+        yield own[0]
+        widths = size, num_inputs, num_kv_heads
+        num_heads = _check_weights(f"layers[{index}]", weights, own[0], *widths)
+        query = own[0].new_empty((num_rows, num_heads, head_size))
+        check_attention(query, *own, *pages, None, ancestor_mask)
 
 
 def _check_kept(layers: Sequence[int], caches: Sequence[Tensor], num_layers: int) -> None:

@@ -29,6 +29,13 @@ SCHEMAS = (
     " Tensor? sin, Tensor? embeddings, int[] kept_layers, Tensor(c!)[] kept_caches,"
     " Tensor slot_mapping, Tensor block_table, Tensor context_lens, Tensor cu_rows, float scale,"
     " int sliding_window, float softcap, Tensor? ancestor_mask) -> Tensor",
+    "draft_chain(Tensor token_ids, Tensor embedding, Tensor? embedding_norm, Tensor?[] layers,"
+    " Tensor norm, Tensor head, Tensor? head_bias, Tensor? head_tokens, int num_columns,"
+    " Tensor(a!)[] key_caches, Tensor(b!)[] value_caches, Tensor? states, Tensor(c!)? own_states,"
+    " float eps, float norm_shift, str activation, Tensor? cos, Tensor? sin, Tensor block_table,"
+    " Tensor context_lens, Tensor cu_rows, float scale, int sliding_window, float softcap,"
+    f" Tensor num_tokens, Tensor uniform_samples, {_SAMPLING}, float least_probability,"
+    " bool keeps_logits) -> (Tensor, Tensor, Tensor)",
     f"row_stats(Tensor logits, {_SAMPLING}, Tensor? token_bitmask) -> (Tensor, Tensor)",
     f"logits_to_probs(Tensor logits, {_SAMPLING}, Tensor? token_bitmask) -> Tensor",
     f"sample(Tensor logits, Tensor uniform_samples, {_SAMPLING}, Tensor? token_bitmask)"
@@ -167,6 +174,20 @@ def _(input, gate_weight, up_weight, down_weight):
 def _(hidden, layers, key_caches, value_caches, *arguments):
     _require_one_device(hidden, layers, key_caches, value_caches, *arguments)
     return hidden.new_empty(hidden.shape)
+
+
+@torch.library.register_fake("fastspec::draft_chain")
+def _(token_ids, *arguments):
+    _require_one_device(token_ids, *arguments)
+    num_columns, key_caches = arguments[7], arguments[8]
+    uniform_samples, keeps_logits = arguments[24], arguments[-1]
+    batch, num_steps = uniform_samples.shape
+    kept = num_steps if keeps_logits else 0
+    return (
+        token_ids.new_empty((batch, num_steps), dtype=torch.int32),
+        token_ids.new_empty((batch,), dtype=torch.int32),
+        key_caches[0].new_empty((batch, kept, num_columns)),
+    )
 
 
 @torch.library.register_fake("fastspec::row_stats")

@@ -17,8 +17,10 @@ from transformers.models.llama.modeling_llama import (
 
 from fastspec.config.checks import require
 from fastspec.models.flat import (
+    ChainParts,
     FlatLayer,
     FlatPass,
+    chain_parts,
     has_layer_kernels,
     linear_weights,
     run_layers,
@@ -278,7 +280,7 @@ class Eagle3Draft(EagleDraft):
         if weights is None:
             return None
         flat = FlatEagle3(self, weights)
-        return flat.forward, [flat.layer]
+        return flat, [flat.layer]
 
     def fuse(self, states: Tensor) -> Tensor:
         return self.fc(states)
@@ -354,3 +356,9 @@ class FlatEagle3:
         states.keep(hidden[None])
         hidden = hidden if rows is None else hidden[rows]
         return draft.lm_head(draft.norm(hidden))
+
+    def chain_parts(self) -> ChainParts | None:
+        """See `FlatPass.chain_parts`."""
+        draft, normed = self._draft, self._draft.midlayer.input_layernorm
+        ends = draft.norm, draft.lm_head, self._table, normed
+        return chain_parts(draft.embed_tokens, [self.layer], *ends)

@@ -164,7 +164,7 @@ class GlideLlamaForCausalLM(LlamaForCausalLM):
         on_cpu = self.device.type == "cpu" and has_layer_kernels(self.device, backend)
         if not on_cpu or not all(map(is_plain, self.modules())):
             return None
-        return FlatGlide(self).forward, []
+        return FlatGlide(self), []
 
     @property
     def numbers_read(self) -> int:
@@ -206,6 +206,9 @@ class FlatGlide:
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
         hidden = hidden if rows is None else hidden[rows]
         return self._draft.lm_head(base.norm(hidden))
+
+    def chain_parts(self) -> None:
+        """See `FlatPass.chain_parts`; no single call runs its layers, which also read the target."""
 
 
 def _factors(table: RotaryTable, positions: Tensor) -> tuple[Tensor, Tensor]:

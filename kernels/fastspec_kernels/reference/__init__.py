@@ -6,6 +6,7 @@ from fastspec_kernels.reference.attention import (
     store_kv,
     tree_attention,
 )
+from fastspec_kernels.reference.draft import draft_chain
 from fastspec_kernels.reference.layers import decoder_layers, gated_mlp, linear, rms_norm
 from fastspec_kernels.reference.penalties import penalize
 from fastspec_kernels.reference.quantized import quantized_linear
@@ -25,6 +26,7 @@ __all__ = [
     "compact_kv",
     "cross_attention",
     "decoder_layers",
+    "draft_chain",
     "gated_mlp",
     "linear",
     "logits_to_probs",

@@ -16,11 +16,12 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return (out if bias is None else out + bias.double()).to(input.dtype)
 
 
-def _linear(rows: Tensor, weight: Tensor, num_outputs: int, bias: Tensor | None) -> Tensor:
-    """Multiply by plain or packed weights."""
+def product(rows: Tensor, weight: Tensor, num_outputs: int, bias: Tensor | None) -> Tensor:
+    """Multiply by the first outputs of plain or packed weights."""
+    bias = None if bias is None else bias[:num_outputs]
     if weight.dtype == torch.uint8:
         return quantized_linear(rows, weight, num_outputs, bias)
-    return linear(rows, weight, bias)
+    return linear(rows, weight[:num_outputs], bias)
 
 
 def rms_norm(input: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -110,7 +111,7 @@ def decoder_layers(
         return len(weight) * (TILE if weight.dtype == torch.uint8 else 1)
 
     def heads(rows: Tensor, weight: Tensor, bias: Tensor | None, size: int) -> Tensor:
-        return _linear(rows, weight, size, bias).unflatten(-1, (-1, head_size))
+        return product(rows, weight, size, bias).unflatten(-1, (-1, head_size))
 
     def turn(x: Tensor) -> Tensor:
         return x if cos is None or sin is None else rotate(x, cos, sin)
@@ -136,13 +137,13 @@ def decoder_layers(
         options = scale, sliding_window, softcap, w.sinks, ancestor_mask
         attended, _ = tree_attention(query, *caches, *pages, *options, False, 1.0)
         inputs, size = attended.flatten(1).double(), x.shape[1]
-        added = _linear(inputs, w.output_weight, size, w.output_bias)
+        added = product(inputs, w.output_weight, size, w.output_bias)
         x = x + norm(added, w.attention_out_norm)
         rows = norm(x, w.mlp_norm)
         wide = outputs_of(w.gate_weight)  # padding included if packed: its outputs are zero
-        gate = _linear(rows, w.gate_weight, wide, None)
+        gate = product(rows, w.gate_weight, wide, None)
         gate = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
-        gated = gate * _linear(rows, w.up_weight, wide, None)
-        added = _linear(gated, w.down_weight, size, None)
+        gated = gate * product(rows, w.up_weight, wide, None)
+        added = product(gated, w.down_weight, size, None)
         x = x + norm(added, w.mlp_out_norm)
     return x.float()
