@@ -51,9 +51,9 @@ const T* data_or_null(const OptionalTensor& tensor) {
 
 // One value per row or per sequence.
 inline cpu::SamplingParameters sampling_parameters(int64_t num, const OptionalTensor& temperature,
-                                            const OptionalTensor& top_k,
-                                            const OptionalTensor& top_p,
-                                            const OptionalTensor& min_p) {
+                                                   const OptionalTensor& top_k,
+                                                   const OptionalTensor& top_p,
+                                                   const OptionalTensor& min_p) {
   require(!temperature || is_vector(*temperature, num, ScalarType::Float));
   require(!top_k || is_vector(*top_k, num, ScalarType::Int));
   require(!top_p || is_vector(*top_p, num, ScalarType::Float));

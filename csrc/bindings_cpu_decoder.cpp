@@ -88,8 +88,7 @@ cpu::DecoderLayerCall plain_call(int64_t size, const Text& activation) {
   require(size > 0 && (activation == "silu" || activation == "gelu_tanh"));
   cpu::DecoderLayerCall call = {};
   call.mlp.size = size;
-  call.mlp.activation =
-      activation == "silu" ? cpu::Activation::kSilu : cpu::Activation::kGeluTanh;
+  call.mlp.activation = activation == "silu" ? cpu::Activation::kSilu : cpu::Activation::kGeluTanh;
   return call;
 }
 
@@ -220,14 +219,13 @@ std::tuple<Tensor, Tensor, Tensor> draft_chain(
     const Tensor& token_ids, const Tensor& embedding, const OptionalTensor& embedding_norm,
     std::vector<OptionalTensor> layers, const Tensor& norm, const Tensor& head,
     const OptionalTensor& head_bias, const OptionalTensor& head_tokens, int64_t num_columns,
-    std::vector<Tensor> key_caches, std::vector<Tensor> value_caches,
-    const OptionalTensor& states, OptionalTensor own_states, double eps, double norm_shift,
-    const Text& activation, const OptionalTensor& cos, const OptionalTensor& sin,
-    const Tensor& block_table, const Tensor& context_lens, const Tensor& cu_rows, double scale,
-    int64_t sliding_window, double softcap, const Tensor& num_tokens,
-    const Tensor& uniform_samples, const OptionalTensor& temperature, const OptionalTensor& top_k,
-    const OptionalTensor& top_p, const OptionalTensor& min_p, double least_probability,
-    bool keeps_logits) {
+    std::vector<Tensor> key_caches, std::vector<Tensor> value_caches, const OptionalTensor& states,
+    OptionalTensor own_states, double eps, double norm_shift, const Text& activation,
+    const OptionalTensor& cos, const OptionalTensor& sin, const Tensor& block_table,
+    const Tensor& context_lens, const Tensor& cu_rows, double scale, int64_t sliding_window,
+    double softcap, const Tensor& num_tokens, const Tensor& uniform_samples,
+    const OptionalTensor& temperature, const OptionalTensor& top_k, const OptionalTensor& top_p,
+    const OptionalTensor& min_p, double least_probability, bool keeps_logits) {
   require(token_ids.dim() == 1 && embedding.dim() == 2 && !key_caches.empty());
   const int64_t num_rows = token_ids.size(0), size = embedding.size(1);
   const ScalarType type = key_caches[0].scalar_type();

@@ -59,6 +59,7 @@ class DraftChain {
       draw(step);
       go_on(step);
     }
+    clear_rest();
   }
 
  private:
@@ -180,6 +181,16 @@ class DraftChain {
     tokens_.resize(kept);
     hidden_.resize(kept * size_);
     for (int64_t b = 0; b <= kept; ++b) cu_rows_[b] = static_cast<int32_t>(b);
+  }
+
+  // Logits after the ends of drafts.
+  void clear_rest() {
+    if (call_.out_logits == nullptr) return;
+    const int64_t bytes = call_.head.num_columns * size_of(element_);
+    for (int64_t b = 0; b < pages_.batch; ++b) {
+      const int64_t end = (b + 1) * call_.num_steps, left = call_.num_steps - call_.out_counts[b];
+      std::memset(static_cast<char*>(call_.out_logits) + (end - left) * bytes, 0, left * bytes);
+    }
   }
 
   // The values of the sequences that still draft.

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fastspec.drafters.base import SamplingTensors
 from fastspec.drafters.graphed_drafts import Drafts
+from fastspec.models.flat import ChainParts
 from fastspec.models.layout import Span
 from fastspec.models.runner import ModelRunner
 from fastspec.models.transfer import device_tensor
@@ -14,20 +15,19 @@ from fastspec_kernels import PACKED_TILE, draft_chain
 
 
 class DraftChains:
-    """Drafts by `draft_chain`, with models that it can run.
+    """Drafts by `draft_chain`.
 
     Args:
+        parts: those of the runner's model.
         num_columns: columns of the logits that are drawn from.
     """
 
-    def __init__(self, runner: ModelRunner, num_columns: int):
-        self._runner, self._num_columns = runner, num_columns
-        self._parts = parts = runner.paged_model.chain_parts()
-        if parts is not None and (head := parts.weights.head).dtype == torch.uint8:
-            tiles = -(-num_columns // PACKED_TILE)  # a larger vocabulary's tokens are not drawn
-            self._weights = parts.weights._replace(head=head[:tiles])
-        elif parts is not None:
-            self._weights = parts.weights
+    def __init__(self, runner: ModelRunner, parts: ChainParts, num_columns: int):
+        self._runner, self._parts, self._num_columns = runner, parts, num_columns
+        self._weights = weights = parts.weights
+        if weights.head.dtype == torch.uint8:  # the head may have more columns
+            tiles = -(-num_columns // PACKED_TILE)
+            self._weights = weights._replace(head=weights.head[:tiles])
 
     def write(
         self,
@@ -35,37 +35,39 @@ class DraftChains:
         spans: list[Span],
         counts: list[int],
         sampling: SamplingTensors,
-        uniforms: Tensor,
+        random_inputs: dict[str, Tensor],
         threshold: float | None,
         keeps_logits: bool,
     ) -> Drafts | None:
         """Read the spans' tokens, and continue each text by up to counts[b] >= 1 tokens.
 
-        None if the steps must run pass by pass.
-
-        Args:
-            uniforms: [B, K] float32, where K is max(counts) or more.
-            threshold: a draft ends where its joint probability falls below; None = never.
+        The arguments and the result are those of `GraphedDrafts.write`. None if the steps must run
+        pass by pass: the pass is too long, tokens are drawn by position, rotation factors are not
+        cached up to the draft's end yet, passes also keep layers' inputs for another draft, or the
+        runner refuses the spans (`ModelRunner.chain_states`).
         """
-        runner, parts = self._runner, self._parts
-        if parts is None or len(input_ids) > runner.paged_model.most_flat_rows:
+        runner, parts, table = self._runner, self._parts, self._parts.table
+        if len(input_ids) > runner.paged_model.most_flat_rows or "seeds" in random_inputs:
             return None
         ends = [span.start + span.count + count for span, count in zip(spans, counts, strict=True)]
-        factors = (None, None) if parts.table is None else parts.table.kept(max(ends))
-        if factors is None or (inputs := runner.chain_inputs(spans)) is None:
+        if runner.inputs is not None or (table is not None and max(ends) > len(table.cos)):
             return None
-        filled, (cos, sin) = inputs.spans, factors
+        filled, states, own_states = spans, None, None
+        if self._weights.embedding_norm is not None:
+            if (inputs := runner.chain_states(spans)) is None:
+                return None
+            filled, states, own_states = inputs
+        batch = len(filled)
         lens = [span.start + span.count for span in filled]
         num_read = max(length + count - 1 for length, count in zip(lens, counts, strict=True))
-        width, batch = -(-num_read // runner.block_size), len(filled)
+        width = -(-num_read // runner.block_size)
         narrow = [*lens, *accumulate((span.count for span in filled), initial=0), *counts]
         for span in filled:
-            table = span.block_table[:width]
-            narrow += table + [-1] * (width - len(table))
+            blocks = span.block_table[:width]
+            narrow += blocks + [-1] * (width - len(blocks))
         packed = device_tensor(narrow, torch.int32, runner.device)
-        context_lens, cu_rows, num_tokens, tables = packed.tensor_split(
-            (batch, 2 * batch + 1, 3 * batch + 1)
-        )
+        sizes = batch, batch + 1, batch, batch * width
+        context_lens, cu_rows, num_tokens, tables = packed.split(sizes)
         caches = [runner.caches[layer] for layer in parts.layers]
         token_ids, ended, logits = draft_chain(
             device_tensor(input_ids, torch.int64, runner.device),
@@ -76,16 +78,25 @@ class DraftChains:
             context_lens,
             cu_rows,
             num_tokens,
-            uniforms[:, : max(counts)].contiguous(),
+            random_inputs["uniforms"][:, : max(counts)].contiguous(),
             num_columns=self._num_columns,
-            cos=cos,
-            sin=sin,
-            states=inputs.states,
-            own_states=inputs.own_states,
+            cos=None if table is None else table.cos,
+            sin=None if table is None else table.sin,
+            states=states,
+            own_states=own_states,
             least_probability=threshold or 0.0,
             keeps_logits=keeps_logits,
             backend=runner.paged_model.backend,
             **sampling,
             **parts.options,
         )
-        return Drafts(token_ids, logits if keeps_logits else None, ended.tolist())
+        if threshold is not None:
+            counts = ended.tolist()
+        return token_ids, logits if keeps_logits else None, counts
+
+
+def chains_of(runner: ModelRunner, vocab_size: int) -> DraftChains | None:
+    """Return what drafts with a runner's model in one call each; None if no call computes it."""
+    if (parts := runner.paged_model.chain_parts()) is None:
+        return None
+    return DraftChains(runner, parts, min(vocab_size, runner.paged_model.num_columns))

@@ -17,9 +17,9 @@ from fastspec.drafters.base import (
     greedy_sampling,
     sampling_of_rows,
 )
-from fastspec.drafters.chains import DraftChains
+from fastspec.drafters.chains import chains_of
 from fastspec.drafters.context import DrafterContext, DrafterPlan
-from fastspec.drafters.graphed_drafts import Drafts, GraphedDrafts, draw
+from fastspec.drafters.graphed_drafts import GraphedDrafts, draw
 from fastspec.drafters.logit_rules import Rows, apply_rules, without_forbidden
 from fastspec.models.blocks import Blocks
 from fastspec.models.layout import Span
@@ -59,8 +59,7 @@ class DraftModelDrafter:
         self.is_probabilistic = probabilistic
         self._threshold = confidence_threshold
         self._graphed = GraphedDrafts(runner, self.vocabulary, self._vocab_size)
-        num_columns = min(self._vocab_size, runner.paged_model.num_columns)
-        self._chains = DraftChains(runner, num_columns)
+        self._chains = chains_of(runner, self._vocab_size)
         self._num_cached: dict[str, int] = {}
         self._filled: dict[int, int] = {}  # by block id, the block's tenancy when it was filled
 
@@ -129,6 +128,7 @@ class DraftModelDrafter:
         if coupled_keys is not None:
             seeds, lengths = coupled_keys
             random_inputs |= {"seeds": seeds, "lengths": lengths}
+        at_once = self._chains if self.runner.graphs is None else self._graphed
         for step in range(max(num_draft_tokens, default=0)):
             if not drafting:
                 break
@@ -137,18 +137,20 @@ class DraftModelDrafter:
                 chosen = device_tensor(drafting, torch.int64, device)
                 row_sampling = sampling_of_rows(sampling, chosen)
             own = {name: value[chosen] for name, value in random_inputs.items()}
-            if step == 0 and not has_rules and ranks is None:
+            if step == 0 and at_once is not None and not has_rules and ranks is None:
                 wanted = [num for num in num_draft_tokens if num]
-                drafts = self._at_once(unread, spans, wanted, row_sampling, own, keeps_logits)
+                inputs = unread, spans, wanted, row_sampling, own
+                drafts = at_once.write(*inputs, self._threshold, keeps_logits)
                 if drafts is not None:
-                    width, draft_logits = drafts.token_ids.shape[1], drafts.logits
-                    token_ids[chosen, :width] = drafts.token_ids
+                    written, draft_logits, counts = drafts
+                    width = written.shape[1]
+                    token_ids[chosen, :width] = written
                     if draft_logits is not None and draft_logits.shape[:2] != token_ids.shape:
                         shape = *token_ids.shape, draft_logits.shape[2]
                         all_logits = draft_logits.new_zeros(shape)
                         all_logits[chosen, :width] = draft_logits
                         draft_logits = all_logits
-                    for b, count in zip(drafting, drafts.counts, strict=True):
+                    for b, count in zip(drafting, counts, strict=True):
                         num_draft_tokens[b] = count
                     break
             rows = [end - 1 for end in accumulate(span.count for span in spans)]
@@ -184,23 +186,6 @@ class DraftModelDrafter:
             if num:
                 self._num_cached[request.request_id] = len(text) + num - 1
         return token_ids, draft_logits, num_draft_tokens
-
-    def _at_once(
-        self,
-        unread: list[int],
-        spans: list[Span],
-        counts: list[int],
-        sampling: SamplingTensors,
-        random_inputs: dict[str, Tensor],
-        keeps_logits: bool,
-    ) -> Drafts | None:
-        """Run all steps by one launch or call; None if they must run pass by pass."""
-        inputs = unread, spans, counts, sampling
-        if self.runner.graphs is not None and self._threshold is None:
-            return self._graphed.write(*inputs, random_inputs, keeps_logits)
-        if "seeds" in random_inputs:
-            return None
-        return self._chains.write(*inputs, random_inputs["uniforms"], self._threshold, keeps_logits)
 
     def read(
         self, requests: Sequence[Request], texts: list[list[int]], num_rows: list[int]

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -31,13 +31,9 @@ MAX_REQUESTS = 64  # with more, a pass keeps the GPU busy for longer than its la
 MAX_LOGIT_BYTES = 64 << 20  # logits kept by one graph
 
 
-class Drafts(NamedTuple):
-    """What a draft model wrote: tokens [B, K] int32, valid until it writes again, their logits
-    [B, K, V'] if kept, and the number of tokens of each text."""
-
-    token_ids: Tensor
-    logits: Tensor | None
-    counts: list[int]
+# What a draft model wrote: tokens [B, K] int32, valid until it writes again, their logits
+# [B, K, V'] if kept, and the number of tokens of each text.
+Drafts = tuple[Tensor, Tensor | None, list[int]]
 
 
 def draw(
@@ -85,6 +81,7 @@ class GraphedDrafts:
         counts: list[int],
         sampling: SamplingTensors,
         random_inputs: dict[str, Tensor],
+        threshold: float | None,
         keeps_logits: bool,
     ) -> Drafts | None:
         """Read the spans' tokens, and continue each text by counts[b] >= 1 tokens.
@@ -92,12 +89,15 @@ class GraphedDrafts:
         The result has max(counts) columns; from column counts[b] on, tokens are -1 and logits
         undefined. None if the steps must run pass by pass: the model is not captured, its runner
         refuses the spans (`ModelRunner.drafting_spans`), these sizes occur for the first time and
-        there is no graph of near ones, or a limit above is exceeded.
+        there is no graph of near ones, a limit above is exceeded, or drafts end below a threshold,
+        which the host must read after each step.
 
         Raises:
             ValueError: the model cannot be captured, but must be.
         """
         runner, num_steps = self.runner, max(counts)
+        if threshold is not None:
+            return None
         if (graphs := runner.graphs) is None or graphs.capture is None:
             self._chains.clear()
             return None
@@ -137,7 +137,7 @@ class GraphedDrafts:
             ends_before = chain.lengths[: len(spans), None] <= chain.columns[:num_steps]
             token_ids.masked_fill_(ends_before, -1)
         kept = None if logits is None else logits[: len(spans), :num_steps].clone()
-        return Drafts(token_ids, kept, counts)
+        return token_ids, kept, counts
 
     def _near(
         self,

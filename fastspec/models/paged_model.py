@@ -18,8 +18,8 @@ from transformers.cache_utils import Cache, DynamicCache
 from fastspec.config.checks import require
 from fastspec.models.flat import (
     TRIAL_TOKENS,
-    FlatLayer,
     ChainParts,
+    FlatLayer,
     FlatPass,
     find_layers,
     flatten,

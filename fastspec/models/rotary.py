@@ -17,30 +17,25 @@ class RotaryTable:
 
     Nothing is cached for a rotation that `RotaryLengths` has replaced, which depends on more than
     positions.
+
+    Attributes:
+        cos, sin: [P, R] float32, those of the positions cached so far.
     """
 
     def __init__(self, rotary: nn.Module):
         self._rotary = rotary
-        self._cos = self._sin = torch.empty((0, 0))
+        self.cos = self.sin = torch.empty((0, 0))
 
     def factors(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin [T, R] float32 for positions [T]; cached only on the CPU."""
-        if positions.device.type != "cpu":
+        if positions.device.type != "cpu" or "forward" in vars(self._rotary):
             return self._computed(positions)
-        if (kept := self.kept(int(positions.max()) + 1)) is None:
+        if (end := int(positions.max()) + 1) > _MOST_KEPT:
             return self._computed(positions)
-        cos, sin = kept
-        return cos[positions], sin[positions]
-
-    def kept(self, end: int) -> tuple[Tensor, Tensor] | None:
-        """Return cos and sin [P, R] of all cached positions, at least `end`, on the CPU; None if
-        these are not cached."""
-        if end > _MOST_KEPT or "forward" in vars(self._rotary):
-            return None
-        if end > len(self._cos):
+        if end > len(self.cos):
             num = max(_LEAST_KEPT, 1 << (end - 1).bit_length())
-            self._cos, self._sin = self._computed(torch.arange(num))
-        return self._cos, self._sin
+            self.cos, self.sin = self._computed(torch.arange(num))
+        return self.cos[positions], self.sin[positions]
 
     def _computed(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         like = torch.zeros((), dtype=torch.float32, device=positions.device)

@@ -1,7 +1,6 @@
 """Forward passes of one model over packed, ragged batches of sequences in the paged cache."""
 
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,18 +20,8 @@ from fastspec.models.paged_model import PagedModel
 from fastspec.models.transfer import device_tensor
 from fastspec_kernels import build_tree, compact_kv
 
-
-class ChainInputs(NamedTuple):
-    """What `draft_chain` reads in its first pass besides tokens, and what it keeps.
-
-    Attributes:
-        spans: the slots that the pass fills.
-        states, own_states: see `fastspec_kernels.draft_chain`.
-    """
-
-    spans: list[Span]
-    states: Tensor | None = None
-    own_states: Tensor | None = None
+# The slots that a pass fills; states and own_states of `draft_chain`.
+ChainStates = tuple[list[Span], Tensor, Tensor]
 
 
 class ModelRunner:
@@ -41,7 +30,7 @@ class ModelRunner:
     Passes may be captured one by one (`GraphedForward`), or all steps of a draft together
     (`fastspec.drafters.graphed_drafts`). The runner of a draft that also reads its target overrides
     what is about that: `view_buffers` and `view_values` for single passes, `draft_view_values` and
-    `set_draft_view` for drafts.
+    `set_draft_view` for captured drafts, `chain_states` for drafts in one call.
 
     Args:
         caches: caches to read and write, of a runner of the model whose layers, or the first of
@@ -94,9 +83,10 @@ class ModelRunner:
         """Return what `view_buffers` hold for a pass over these spans; None = run it uncaptured."""
         return ()
 
-    def chain_inputs(self, spans: list[Span]) -> ChainInputs | None:
-        """Return what the first pass of a draft in one call reads; None = draft pass by pass."""
-        return ChainInputs(spans) if self.inputs is None else None
+    def chain_states(self, spans: list[Span]) -> ChainStates | None:
+        """Return what the first pass of a draft in one call reads and fills, for models that read
+        hidden states; None = draft pass by pass."""
+        return None
 
     def drafting_spans(self, spans: list[Span]) -> list[Span] | None:
         """Return the slots that the first pass of a draft fills; None = draft pass by pass."""

@@ -129,7 +129,8 @@ def decoder_layers(
         check_tensor("slot_mapping", slot_mapping, (num_rows,), (torch.int64,), cache.device)
         check_contiguous("slot_mapping", slot_mapping)
         sizes = num_rows, size, num_inputs
-        for own in check_layers(layers, key_caches, value_caches, sizes, pages, ancestor_mask):
+        given = layers, key_caches, value_caches, sizes, pages, ancestor_mask
+        for own in check_layers("layers", *given):
             check_rotation(cos, sin, num_rows, own.shape[-1], (torch.float32,), cache.device)
             check_slots(slot_mapping, own)
         if kept_caches:
@@ -151,6 +152,7 @@ def first_of(name: str, values: Sequence[Any], kind: type) -> Any:
 
 
 def check_layers(
+    name: str,
     layers: Sequence[LayerWeights],
     key_caches: Sequence[Tensor],
     value_caches: Sequence[Tensor],
@@ -158,14 +160,14 @@ def check_layers(
     pages: tuple[Tensor, Tensor, Tensor],
     ancestor_mask: Tensor | None,
 ) -> Iterator[Tensor]:
-    """Check layers and their caches; yield each layer's cache of keys.
+    """Check layers, called `name`, and their caches; yield each layer's cache of keys.
 
     sizes: the numbers of rows, of values in a hidden state, and of values that attention reads.
     """
-    for name, caches in (("key_caches", key_caches), ("value_caches", value_caches)):
+    for field, caches in (("key_caches", key_caches), ("value_caches", value_caches)):
         if len(caches) != len(layers):
             expected = f"one for each of {len(layers)} layers"
-            raise ValueError(f"{name}: expected {expected}, got {len(caches)}")
+            raise ValueError(f"{field}: expected {expected}, got {len(caches)}")
     num_rows, size, num_inputs = sizes
     for index, weights in enumerate(layers):
         own = key_caches[index], value_caches[index]
@@ -173,7 +175,7 @@ def check_layers(
         num_kv_heads, head_size = check_caches(*own, names)
         yield own[0]
         widths = size, num_inputs, num_kv_heads
-        num_heads = _check_weights(f"layers[{index}]", weights, own[0], *widths)
+        num_heads = _check_weights(f"{name}[{index}]", weights, own[0], *widths)
         query = own[0].new_empty((num_rows, num_heads, head_size))
         check_attention(query, *own, *pages, None, ancestor_mask)
 

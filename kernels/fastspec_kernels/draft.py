@@ -100,7 +100,7 @@ def draft_chain(
         token_ids: [B, K] int32, -1 after a text's end, and where a row of logits is invalid, after
             which token 0 is read.
         num_tokens: [B] int32, how many were drawn.
-        logits: [B, K, C], dtype of the caches, undefined after a text's end; [B, 0, C] if not kept.
+        logits: [B, K, C], dtype of the caches, 0 after a text's end; [B, 0, C] if not kept.
     Raises:
         ValueError: as in the ops it is made of, before anything is written.
 
@@ -137,7 +137,8 @@ def draft_chain(
         num_rows, beside = len(token_ids), weights.embedding_norm is not None
         sizes = num_rows, size, 2 * size if beside else size
         pages = block_table, context_lens, cu_rows
-        for own in check_layers(weights.layers, key_caches, value_caches, sizes, pages, None):
+        given = weights.layers, key_caches, value_caches, sizes, pages, None
+        for own in check_layers("weights.layers", *given):
             if own.shape[1] != cache.shape[1]:
                 raise ValueError(f"key_caches: block sizes {cache.shape[1]} and {own.shape[1]}")
             positions = len(cos) if isinstance(cos, Tensor) and cos.dim() else 0

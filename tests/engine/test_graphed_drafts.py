@@ -323,19 +323,19 @@ def test_few_graphs_of_drafts_are_kept(monkeypatch):
         spans = [Span([b], 0, 1) for b in range(batch)]
         numbers = {"uniforms": torch.rand(batch, 9)}
         ids, counts = torch.full((batch,), token_id), [num_steps] * batch
-        return drafts.write(ids, spans, counts, sampling, numbers, keeps_logits)
+        return drafts.write(ids, spans, counts, sampling, numbers, None, keeps_logits)
 
     assert [write(n) is not None for n in (1, 2, 3, 1, 4)] == [False] * 3 + [True, False]
     assert [key[1] for key in drafts._chains] == [1]
-    assert write(1).token_ids.shape == (1, 1)
-    assert write(3).token_ids.shape == (1, 3)
-    assert write(2).token_ids.shape == (1, 2)  # by the graph of three steps
+    assert write(1)[0].shape == (1, 1)
+    assert write(3)[0].shape == (1, 3)
+    assert write(2)[0].shape == (1, 2)  # by the graph of three steps
     assert [key[1] for key in drafts._chains] == [1, 3]
-    assert write(2).token_ids.shape == (1, 2)  # no longer rare
+    assert write(2)[0].shape == (1, 2)  # no longer rare
     assert [key[1] for key in drafts._chains] == [1, 3, 2]
-    assert write(4).token_ids.shape == (1, 4)
+    assert write(4)[0].shape == (1, 4)
     assert [key[1] for key in drafts._chains] == [3, 2, 4]
-    assert write(1).token_ids.shape == (1, 1)  # went, and is rare again
+    assert write(1)[0].shape == (1, 1)  # went, and is rare again
     assert [key[1] for key in drafts._chains] == [3, 4, 2]
     monkeypatch.setattr(graphed_drafts, "MAX_REQUESTS", 2)
     for _ in range(2):
@@ -345,7 +345,7 @@ def test_few_graphs_of_drafts_are_kept(monkeypatch):
     for _ in range(2):
         assert write(4, keeps_logits=True) is None
     assert write(3, keeps_logits=True) is None
-    logits = write(3, keeps_logits=True).logits
+    logits = write(3, keeps_logits=True)[1]
     assert logits.shape == (1, 3, VOCAB_SIZE)
     before = logits.clone()
     write(3, keeps_logits=True, token_id=7)

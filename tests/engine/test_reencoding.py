@@ -180,13 +180,18 @@ def test_a_draft_model_reads_only_what_is_new(folders):
         paths["target"], paths["bytes"], spec=SpecConfig("draft_model", 3, **REENCODING)
     )
     drafter, read = engine.drafter, []
-    forward = drafter.runner.forward
+    forward, chain = drafter.runner.forward, drafter._chains.write
 
     def counted(input_ids, *args, **options):
         read.append(len(input_ids))
         return forward(input_ids, *args, **options)
 
-    drafter.runner.forward = counted
+    def counted_chain(input_ids, spans, counts, *args):
+        if (drafts := chain(input_ids, spans, counts, *args)) is not None:
+            read.extend([len(input_ids), *[1] * (max(drafts[2]) - 1)])
+        return drafts
+
+    drafter.runner.forward, drafter._chains.write = counted, counted_chain
     engine.generate("a" * 60, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
     assert read[0] == 59
     assert len(read) > 8
@@ -267,7 +272,7 @@ def test_a_draft_begins_once():
     chars = sorted(pre_tokenizers.ByteLevel.alphabet())
     target, own = beginning("<s>", chars), beginning("<s>", chars[::-1])
     blocks = SimpleNamespace(num_blocks=8, block_size=4)
-    paged_model = SimpleNamespace(use_own_columns=lambda size: None)
+    paged_model = SimpleNamespace(use_own_columns=lambda size: None, chain_parts=lambda: None)
     runner = SimpleNamespace(vocab_size=300, paged_model=paged_model)
     drafter = ReencodingDrafter(cast(Any, runner), cast(Any, blocks), target, own, 300)
     text = drafter._text_of(request_of([0, 5, 6, 7]))

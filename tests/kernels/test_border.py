@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 import fastspec_kernels
-from fastspec_kernels import LayerWeights
+from fastspec_kernels import DraftWeights, LayerWeights
 
 from .cases import backends_of, ints, is_slow
 
 INT32 = torch.int32
+PARAMETERS = ("temperature", "top_k", "top_p", "min_p")
 
 
 def paged() -> dict:
@@ -62,6 +63,38 @@ def layers() -> dict:
         "scale": 0.5,
         "sliding_window": 2,
         "softcap": 3.0,
+    }
+
+
+def chain() -> dict:
+    """Drafts of 2 and 1 tokens, of 30 of 40 tokens, after the same texts, as of an EAGLE model."""
+    pages = layers()
+    shapes = {"query_weight": (32, 24), "key_weight": (16, 24), "value_weight": (16, 24)}
+    wider = {name: torch.randn(*shape) for name, shape in shapes.items()}
+    names = "key_caches", "value_caches", "block_table", "context_lens", "cu_rows"
+    names += "eps", "norm_shift", "activation", "scale", "sliding_window", "softcap"
+    return {
+        **{name: pages[name] for name in names},
+        **{name: value[:2] for name, value in row_op().items() if name in PARAMETERS},
+        "token_ids": torch.tensor([5, 39, 0]),
+        "weights": DraftWeights(
+            embedding=torch.randn(40, 12),
+            layers=[layer._replace(**wider) for layer in pages["layers"]],
+            norm=torch.randn(12),
+            head=torch.randn(30, 12),
+            head_bias=torch.randn(30),
+            head_tokens=torch.arange(30, dtype=INT32),
+            embedding_norm=torch.randn(12),
+        ),
+        "num_tokens": ints(2, 1),
+        "uniform_samples": torch.rand(2, 3),
+        "num_columns": 30,
+        "cos": torch.rand(9, 8),
+        "sin": torch.rand(9, 8),
+        "states": torch.randn(3, 12),
+        "own_states": torch.randn(24, 12),
+        "least_probability": 0.1,
+        "keeps_logits": True,
     }
 
 
@@ -203,6 +236,7 @@ CALLS = {
         "value_scale": 1.0,
     },
     "decoder_layers": layers,
+    "draft_chain": chain,
     "cross_attention": lambda: {**paged(), "scale": 0.5, "key_scale": 1.0, "value_scale": 1.0},
 }
 OPTIONAL = {
@@ -216,6 +250,7 @@ BAD_INTS_OF = {
     "num": [10**12],
     "num_outputs": [0],
     "num_tokens": [10**12],
+    "num_columns": [0, 31],
     "min_match": [0],
     "max_match": [0],
 }
@@ -226,6 +261,7 @@ BAD_FLOATS_OF = {
     "key_scale": [0.0, -1.0, 2.0, 1e-45],
     "value_scale": [0.0, -1.0, 2.0, 1e-45],
     "lenience": [0.5],
+    "least_probability": [-0.1, 1.1],
 }
 BAD_STRINGS = ["typo", "", None, 1, [], torch.tensor(1)]
 BAD_BOOLS = [None, 1, 0.0, "yes", [], torch.tensor(True)]
@@ -255,6 +291,19 @@ def bad_lists(values: list) -> list:
     return found
 
 
+def bad_weights(weights: DraftWeights) -> list:
+    """Weights of a draft model with one bad part, and what is none."""
+    found = ["x", 1, None, tuple(weights), weights.layers]
+    for name, value in weights._asdict().items():
+        wrong = bad_lists(value) if name == "layers" else bad_tensors(value)
+        if name not in ("layers", "embedding", "head"):  # whose lengths others must fit
+            wrong.append(value[:-1])
+        if name in ("embedding", "norm", "head"):
+            wrong.append(None)
+        found += [weights._replace(**{name: bad}) for bad in wrong]
+    return found
+
+
 def bad_values(op: str, name: str, value) -> list:
     if name == "backend":
         return ["gpu", "", None, 1, ["cpu"], "cuda"]
@@ -266,6 +315,8 @@ def bad_values(op: str, name: str, value) -> list:
         found = BAD_FLOATS + BAD_FLOATS_OF.get(name, [])
     elif isinstance(value, str):
         found = BAD_STRINGS
+    elif isinstance(value, DraftWeights):
+        found = bad_weights(value)
     elif isinstance(value, list):
         found = bad_lists(value)
     else:
@@ -281,7 +332,8 @@ def test_the_table_has_every_argument(op):
 
 
 def test_the_table_has_every_op():
-    functions = {*fastspec_kernels.__all__} - {"PACKED_TILE", "PAD_TOKEN_ID", "LayerWeights"}
+    functions = {*fastspec_kernels.__all__} - {"PACKED_TILE", "PAD_TOKEN_ID"}
+    functions -= {"DraftWeights", "LayerWeights"}
     answers = {"available_backends", "backend_of", "cpu_instruction_set", "unavailable_backends"}
     prepares = {"quantize_weight"}  # which has no backends; test_quantized_linear.py has its errors
     assert set(CALLS) == functions - answers - prepares
@@ -408,7 +460,6 @@ def cut(*names: str, rows: int = 0) -> dict:
 
 
 NO_BOUNDS = {"cu_rows": lambda value: value[:1]}
-PARAMETERS = ("temperature", "top_k", "top_p", "min_p")
 TREE = ("tree_token_ids", "parents", "uniform_samples", "draft_logits", *PARAMETERS)
 CHAIN = ("draft_token_ids", "uniform_samples", "draft_logits", "draft_logsumexp", *PARAMETERS)
 NO_ROWS = {"cu_rows": lambda value: value * 0}
@@ -461,6 +512,14 @@ EMPTY = [
         {**NO_QUERIES, **NO_BOUNDS, **cut("block_table", "context_lens", "ancestor_mask")},
     ),
     ("decoder_layers", {**cut("hidden", "embeddings", "slot_mapping", "cos", "sin"), **NO_ROWS}),
+    (
+        "draft_chain",
+        {
+            **cut("token_ids", "states", "block_table", "context_lens", "num_tokens"),
+            **cut("uniform_samples", *PARAMETERS),
+            **NO_BOUNDS,
+        },
+    ),
     ("cross_attention", NO_QUERIES),
     ("cross_attention", {**NO_QUERIES, **NO_BOUNDS, **cut("block_table", "context_lens")}),
 ]

@@ -85,7 +85,13 @@ def chain(
         ]
     tokens = torch.randperm(VOCAB, generator=generator)[:COLUMNS].int() if reduced else None
     weights = DraftWeights(
-        random(VOCAB, SIZE), layers, random(SIZE), head, bias, tokens, random(SIZE) if eagle else None
+        random(VOCAB, SIZE),
+        layers,
+        random(SIZE),
+        head,
+        bias,
+        tokens,
+        random(SIZE) if eagle else None,
     )
     num_slots = NUM_BLOCKS * BLOCK
     angles = torch.randn(POSITIONS, HEAD_SIZE, generator=generator)
@@ -111,7 +117,12 @@ def chain(
 
 KINDS = pytest.mark.parametrize(
     "kind",
-    [{}, {"eagle": True, "reduced": True}, {"bits": 8, "reduced": True}, {"eagle": True, "bits": 4}],
+    [
+        {},
+        {"eagle": True, "reduced": True},
+        {"bits": 8, "reduced": True},
+        {"eagle": True, "bits": 4},
+    ],
     ids=["plain", "eagle", "8 bits", "eagle in 4 bits"],
 )
 
@@ -122,11 +133,15 @@ def one_text(call: dict[str, Any], b: int) -> dict[str, Any]:
     per_text = "block_table", "context_lens", "num_tokens", "uniform_samples", *SAMPLING
     alone = {name: call[name][b : b + 1] for name in per_text}
     states = call["states"]
-    return call | alone | {
-        "token_ids": call["token_ids"][first:last],
-        "states": states if states is None else states[first:last],
-        "cu_rows": ints(0, last - first),
-    }
+    return (
+        call
+        | alone
+        | {
+            "token_ids": call["token_ids"][first:last],
+            "states": states if states is None else states[first:last],
+            "cu_rows": ints(0, last - first),
+        }
+    )
 
 
 def step_by_step(call: dict[str, Any], b: int) -> tuple[list[int], list[Tensor]]:
@@ -182,6 +197,7 @@ def test_has_the_bits_of_the_ops_that_it_is_made_of(kind, dtype):
         tokens, kept = step_by_step(other, b)
         assert drawn[b].tolist() == tokens + [-1] * (STEPS - num)
         assert torch.equal(logits[b, :num], torch.stack(kept))
+        assert not logits[b, num:].any()
     for name in ("key_caches", "value_caches"):
         assert all(map(torch.equal, call[name], other[name]))
     if call["own_states"] is not None:
@@ -215,7 +231,8 @@ def test_texts_do_not_depend_on_each_other(kind):
     drawn, counts, logits = draft_chain(**chain(dtype, **kind), keeps_logits=True)
     for b, num in enumerate(NUM_TOKENS):
         found = draft_chain(**one_text(chain(dtype, **kind), b), keeps_logits=True)
-        assert torch.equal(found[0][0], drawn[b]) and found[1][0] == counts[b]
+        assert torch.equal(found[0][0], drawn[b])
+        assert found[1][0] == counts[b]
         assert torch.equal(found[2][0, :num], logits[b, :num])
 
 
@@ -225,12 +242,13 @@ def test_drafts_end_where_they_are_unsure(backend):
     drawn, _, logits = draft_chain(**whole, keeps_logits=True, backend=backend)
     sure = []
     for b, num in enumerate(NUM_TOKENS):
-        rows = {name: values[b : b + 1].expand(num).contiguous() for name, values in SAMPLING.items()}
+        rows = {name: x[b : b + 1].expand(num).contiguous() for name, x in SAMPLING.items()}
         uniforms = whole["uniform_samples"][b, :num]
         _, logprobs = sample(logits[b, :num], uniforms, **rows)
         sure.append(logprobs.cumsum(0).exp().tolist())
     for least in (0.5, 0.05, 1e-3):
-        found, counts, none = draft_chain(**chain(torch.float32), least_probability=least, backend=backend)
+        call = chain(torch.float32) | {"least_probability": least}
+        found, counts, none = draft_chain(**call, backend=backend)
         assert none.shape == (len(ROWS), 0, COLUMNS)
         for b, num in enumerate(NUM_TOKENS):
             unsure = [step for step in range(num) if sure[b][step] < least]
@@ -244,7 +262,8 @@ def test_reads_token_0_after_an_invalid_row():
     call = chain(torch.float32)
     call["weights"] = call["weights"]._replace(head_bias=torch.full((VOCAB,), torch.nan))
     drawn, counts, _ = draft_chain(**call)
-    assert counts.tolist() == [*NUM_TOKENS] and (drawn == -1).all()
+    assert counts.tolist() == [*NUM_TOKENS]
+    assert (drawn == -1).all()
     _, counts, _ = draft_chain(**call, least_probability=0.1)
     assert counts.tolist() == [1, 1, 1]
 
@@ -255,13 +274,14 @@ def test_no_texts_draw_nothing(backend):
     per_text = "block_table", "context_lens", "num_tokens", "uniform_samples", *SAMPLING
     call |= {name: call[name][:0] for name in (*per_text, "token_ids")} | {"cu_rows": ints(0)}
     drawn, counts, logits = draft_chain(**call, keeps_logits=True, backend=backend)
-    assert drawn.shape == (0, STEPS) and counts.shape == (0,)
+    assert drawn.shape == (0, STEPS)
+    assert counts.shape == (0,)
     assert logits.shape == (0, STEPS, COLUMNS)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize(
-    "name, value, message",
+    ("name", "value", "message"),
     [
         ("token_ids", torch.full((6,), VOCAB), r"token_ids: expected tokens below 61"),
         ("token_ids", torch.full((6,), -1), r"token_ids: expected tokens below 61"),
@@ -305,4 +325,3 @@ def test_refuses_wrong_ends():
         draft_chain(**call | {"weights": tuple(weights)})
     with pytest.raises(ValueError, match="own_states: expected a row for each of 64 slots"):
         draft_chain(**call | {"own_states": call["own_states"][1:]})
-

@@ -16,7 +16,7 @@ from fastspec.drafters.target_reader import TargetReader
 from fastspec.models.blocks import Blocks
 from fastspec.models.layout import KVCache, PagedStep, Span, packed
 from fastspec.models.paged_model import PagedModel
-from fastspec.models.runner import ChainInputs, ModelRunner
+from fastspec.models.runner import ChainStates, ModelRunner
 from fastspec.models.transfer import device_tensor, padded_tensor
 
 
@@ -78,15 +78,15 @@ class EagleRunner(ModelRunner):
             is_known = device_tensor(is_known, torch.bool, self.device)
         return slots, is_known
 
-    def chain_inputs(self, spans: list[Span]) -> ChainInputs | None:
-        """See `ModelRunner.chain_inputs`; the first token of a text has no row."""
+    def chain_states(self, spans: list[Span]) -> ChainStates | None:
+        """See `ModelRunner.chain_states`; the first token of a text has no row."""
         filled = shifted(spans)
         if any(span.start < 0 for span in filled):
             return None
         slots, is_known = self._reads(filled, None)
         states = PagedStates(self._inputs_read, self._own, is_known, slots, slots)
         read = states.read(self.paged_model.model.fuse)
-        return ChainInputs(filled, read[0].contiguous(), self._own)
+        return filled, read[0].contiguous(), self._own
 
     def drafting_spans(self, spans: list[Span]) -> list[Span] | None:
         """See `ModelRunner.drafting_spans`; the target must know what comes before each token."""

@@ -208,7 +208,7 @@ class FlatGlide:
         return self._draft.lm_head(base.norm(hidden))
 
     def chain_parts(self) -> None:
-        """See `FlatPass.chain_parts`; no single call runs its layers, which also read the target."""
+        """See `FlatPass.chain_parts`; its layers also read the target, which no call does."""
 
 
 def _factors(table: RotaryTable, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -76,22 +76,22 @@ def draft_chain(
     for step in range(num_steps):
         if not len(drafting):
             break
-        table, lens, sums = block_table[drafting].long(), context_lens[drafting], cu_rows.diff()
-        owner = torch.arange(len(drafting), device=drafting.device).repeat_interleave(sums)
+        table, lens = block_table[drafting], context_lens[drafting]
+        batch_row = torch.arange(len(drafting), device=drafting.device)
+        owner = batch_row.repeat_interleave(cu_rows.diff())  # [T], the text of each row
         row = torch.arange(len(token_ids), device=drafting.device)
-        place = lens[owner] - cu_rows[1:][owner] + row  # [T], the positions of the rows
-        slots = table[owner, place // block_size] * block_size + place % block_size
+        place = (lens - cu_rows[1:])[owner] + row  # [T], positions
+        slots = table[owner, place // block_size].long() * block_size + place % block_size
         embedded = embedding[token_ids]
         if embedding_norm is not None:
             embedded = rms_norm(embedded, norm_shift + embedding_norm.double(), eps)
         inputs = embedded if states is None else states
-        factors = [None if table is None else table[place] for table in (cos, sin)]
-        pages = block_table[drafting], lens, cu_rows
+        cos_rows, sin_rows = (x if x is None else x[place] for x in (cos, sin))
         beside = None if embedding_norm is None else embedded
-        caches, shapes = (key_caches, value_caches), (eps, norm_shift, activation)
-        options = scale, sliding_window, softcap, None
-        given = (*caches, *shapes, *factors, beside, [], [], slots, *pages, *options)
-        hidden = decoder_layers(inputs, layers, *given).to(dtype)
+        caches, options = (key_caches, value_caches), (eps, norm_shift, activation)
+        given = *caches, *options, cos_rows, sin_rows, beside, [], [], slots, table, lens, cu_rows
+        hidden = decoder_layers(inputs, layers, *given, scale, sliding_window, softcap, None)
+        hidden = hidden.to(dtype)
         if own_states is not None:
             own_states[slots] = hidden
         last = hidden[cu_rows[1:].long() - 1]  # [B', E]
