@@ -244,9 +244,11 @@ def chain_parts(
         return None
     linear, tokens = head, None
     if type(head) is ReducedHead:
-        if head.is_spread:
-            return None
         linear, tokens = head.linear, head.token_ids.int()
+        if head.is_spread:  # over all columns, which the op can do only if it changes nothing
+            if tokens.tolist() != [*range(head.out_features)]:
+                return None
+            tokens = None
     packed, bias = vars(linear).get(PACKED), linear.bias
     if packed is not None and bias is not None:
         bias = bias.detach().float().contiguous()
