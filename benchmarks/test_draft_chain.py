@@ -17,7 +17,7 @@ from .inputs import BACKENDS
 
 SIZE, HIDDEN, HEADS, KV_HEADS, HEAD_SIZE, COLUMNS = 576, 1536, 9, 3, 64, 8192
 CONTEXT, BLOCK, STEPS, EPS = 128, 16, 3, 1e-6
-NUM_DRAFTS = 4  # of different models, so that weights leave the caches
+NUM_MODELS = 4  # in turn, so that weights leave the caches
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -47,7 +47,7 @@ def test_draft_chain(compare, num_layers, dtype, backend):
         ]
         return DraftWeights(random(COLUMNS, SIZE), layers, one, random(COLUMNS, SIZE))
 
-    models = [model() for _ in range(NUM_DRAFTS)]
+    models = [model() for _ in range(NUM_MODELS)]
     caches = [
         [random(CONTEXT // BLOCK, BLOCK, KV_HEADS, HEAD_SIZE) for _ in range(num_layers)]
         for _ in range(2)
@@ -89,7 +89,7 @@ def test_draft_chain(compare, num_layers, dtype, backend):
         for layer in weights.layers
         for weight in (*(x for x in layer if x is not None), weights.head)
     ]
-    shape = {"K": SIZE, "I": HIDDEN, "context": CONTEXT, "layers": num_layers, "steps": STEPS}
+    shape = {"E": SIZE, "I": HIDDEN, "context": CONTEXT, "layers": num_layers, "K": STEPS}
     compare(
         {"op": "draft_chain", "backend": backend, "shape": shape, "dtype": str(dtype)[6:]},
         ours=lambda: [ours(weights) for weights in models],

@@ -1,7 +1,7 @@
 // Unpacks the weights of decoders, and registers `decoder_layers` and `draft_chain`.
 #include <algorithm>
-#include <cmath>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "bindings_cpu_pages.h"
@@ -48,7 +48,7 @@ enum LayerTensor {
 
 // Fills in the weights of a layer; sizes and caches are known. Those of the products may be
 // quantized, with as many bits as mlp.element, and biases are float32 then.
-void add_weights(const OptionalTensor* weights, ScalarType type, cpu::DecoderLayerCall& call) {
+void set_weights(const OptionalTensor* weights, ScalarType type, cpu::DecoderLayerCall& call) {
   const int64_t size = call.mlp.size, wide = call.mlp.hidden, inputs = call.embedding_size + size;
   const int64_t head_size = call.attention.head_size;
   const int64_t queries = call.attention.num_heads * head_size;
@@ -84,7 +84,7 @@ void add_weights(const OptionalTensor* weights, ScalarType type, cpu::DecoderLay
   call.mlp.down = matrix(kDown, size, wide);
 }
 
-cpu::DecoderLayerCall plain_call(int64_t size, const Text& activation) {
+cpu::DecoderLayerCall sized_call(int64_t size, const Text& activation) {
   require(size > 0 && (activation == "silu" || activation == "gelu_tanh"));
   cpu::DecoderLayerCall call = {};
   call.mlp.size = size;
@@ -93,7 +93,7 @@ cpu::DecoderLayerCall plain_call(int64_t size, const Text& activation) {
 }
 
 // Rotation factors, a row for each of `num`.
-void take_factors(const OptionalTensor& cos, const OptionalTensor& sin, int64_t num,
+void set_factors(const OptionalTensor& cos, const OptionalTensor& sin, int64_t num,
                   cpu::DecoderLayerCall& call) {
   require(cos.has_value() == sin.has_value());
   if (!cos) return;
@@ -132,12 +132,12 @@ std::vector<cpu::DecoderLayerCall> layer_calls(
     require(queries % head_size == 0);
     call.attention = paged_call(num_rows, queries / head_size, key_cache, value_cache, block_table,
                                 context_lens, cu_rows, scale);
-    add_options(call.attention, sliding_window, softcap, weights[kSinks], ancestor_mask);
+    set_options(call.attention, sliding_window, softcap, weights[kSinks], ancestor_mask);
     call.norm = {nullptr, call.attention.element, static_cast<float>(eps),
                  static_cast<float>(norm_shift)};
     call.mlp.hidden = weights[kGate]->size(0) * tile;
     call.mlp.element = is_quantized ? bits_of(*weights[kQuery]) : call.attention.element;
-    add_weights(weights, key_cache.scalar_type(), call);
+    set_weights(weights, key_cache.scalar_type(), call);
   }
   return calls;
 }
@@ -153,8 +153,8 @@ Tensor decoder_layers(const Tensor& hidden, std::vector<OptionalTensor> layers,
   require(hidden.dim() == 2);
   require(hidden.scalar_type() == ScalarType::Float && hidden.is_contiguous());
   const int64_t num_rows = hidden.size(0);
-  cpu::DecoderLayerCall shared = plain_call(hidden.size(1), activation);
-  take_factors(cos, sin, num_rows, shared);
+  cpu::DecoderLayerCall shared = sized_call(hidden.size(1), activation);
+  set_factors(cos, sin, num_rows, shared);
   if (embeddings) {
     require(embeddings->dim() == 2 && embeddings->size(0) == num_rows);
     require(embeddings->scalar_type() == ScalarType::Float && embeddings->is_contiguous());
@@ -164,7 +164,7 @@ Tensor decoder_layers(const Tensor& hidden, std::vector<OptionalTensor> layers,
   require(kept_caches.size() == (kept_layers.empty() ? 0 : 2));
   if (!kept_layers.empty()) {
     shared.kept = store_call(kept_caches[0], kept_caches[1]);
-    take_slots(slot_mapping, shared.kept);
+    set_slots(slot_mapping, shared.kept);
     shared.kept_element = element(kept_caches[0]);
     require(shared.kept.num_tokens == num_rows);
     require(kept_caches[0].size(2) == static_cast<int64_t>(kept_layers.size()));
@@ -183,7 +183,7 @@ Tensor decoder_layers(const Tensor& hidden, std::vector<OptionalTensor> layers,
   float* rows = out.mutable_data_ptr<float>();
   std::copy_n(hidden.const_data_ptr<float>(), num_rows * hidden.size(1), rows);
   for (cpu::DecoderLayerCall& call : calls) {
-    take_slots(slot_mapping, call.store);
+    set_slots(slot_mapping, call.store);
     require(call.store.num_tokens == num_rows);
     call.hidden = rows;
   }
@@ -191,9 +191,9 @@ Tensor decoder_layers(const Tensor& hidden, std::vector<OptionalTensor> layers,
   return out;
 }
 
-cpu::Head head_of(const Tensor& head, const OptionalTensor& bias, const OptionalTensor& tokens,
+cpu::OutputHead head_of(const Tensor& head, const OptionalTensor& bias, const OptionalTensor& tokens,
                   int64_t num_columns, int64_t size, ScalarType type, int64_t vocab_size) {
-  cpu::Head out = {};
+  cpu::OutputHead out = {};
   out.num_columns = num_columns;
   require(num_columns > 0 && (tokens || num_columns <= vocab_size));
   const bool is_quantized = head.scalar_type() == ScalarType::Byte;
@@ -219,23 +219,19 @@ std::tuple<Tensor, Tensor, Tensor> draft_chain(
     const Tensor& token_ids, const Tensor& embedding, const OptionalTensor& embedding_norm,
     std::vector<OptionalTensor> layers, const Tensor& norm, const Tensor& head,
     const OptionalTensor& head_bias, const OptionalTensor& head_tokens, int64_t num_columns,
-    std::vector<Tensor> key_caches, std::vector<Tensor> value_caches, const OptionalTensor& states,
-    OptionalTensor own_states, double eps, double norm_shift, const Text& activation,
+    std::vector<Tensor> key_caches, std::vector<Tensor> value_caches, const OptionalTensor& hidden,
+    OptionalTensor hidden_cache, double eps, double norm_shift, const Text& activation,
     const OptionalTensor& cos, const OptionalTensor& sin, const Tensor& block_table,
     const Tensor& context_lens, const Tensor& cu_rows, double scale, int64_t sliding_window,
     double softcap, const Tensor& num_tokens, const Tensor& uniform_samples,
     const OptionalTensor& temperature, const OptionalTensor& top_k, const OptionalTensor& top_p,
-    const OptionalTensor& min_p, double least_probability, bool keeps_logits) {
+    const OptionalTensor& min_p, double confidence_threshold, bool keeps_logits) {
   require(token_ids.dim() == 1 && embedding.dim() == 2 && !key_caches.empty());
   const int64_t num_rows = token_ids.size(0), size = embedding.size(1);
   const ScalarType type = key_caches[0].scalar_type();
   cpu::DraftChainCall call = {};
-  cpu::DecoderLayerCall shared = plain_call(size, activation);
-  take_factors(cos, sin, cos ? cos->size(0) : 0, shared);
-  call.cos = shared.cos;
-  call.sin = shared.sin;
-  call.cos_stride = shared.cos_stride;
-  call.sin_stride = shared.sin_stride;
+  cpu::DecoderLayerCall shared = sized_call(size, activation);
+  set_factors(cos, sin, cos ? cos->size(0) : 0, shared);
   call.num_positions = cos ? cos->size(0) : 0;
   shared.embedding_size = embedding_norm ? size : 0;
   require(is_vector(token_ids, num_rows, ScalarType::Long));
@@ -244,13 +240,13 @@ std::tuple<Tensor, Tensor, Tensor> draft_chain(
   call.embedding = weight_data(embedding, {call.vocab_size, size}, type);
   call.embedding_norm = weight_data(embedding_norm, {size}, type);
   call.norm = weight_data(norm, {size}, type);
-  require(states.has_value() == embedding_norm.has_value() && (states || !own_states));
-  call.states = weight_data(states, {num_rows, size}, type);
-  if (own_states) {
-    require(own_states->dim() == 2);
-    call.num_own = own_states->size(0);
-    weight_data(own_states, {call.num_own, size}, type);
-    call.own_states = own_states->mutable_data_ptr();
+  require(hidden.has_value() == embedding_norm.has_value() && (hidden || !hidden_cache));
+  call.hidden = weight_data(hidden, {num_rows, size}, type);
+  if (hidden_cache) {
+    require(hidden_cache->dim() == 2);
+    call.num_hidden_slots = hidden_cache->size(0);
+    weight_data(hidden_cache, {call.num_hidden_slots, size}, type);
+    call.hidden_cache = hidden_cache->mutable_data_ptr();
   }
   call.layers = layer_calls(shared, layers, key_caches, value_caches, num_rows, eps, norm_shift,
                             block_table, context_lens, cu_rows, scale, sliding_window, softcap, {});
@@ -266,13 +262,13 @@ std::tuple<Tensor, Tensor, Tensor> draft_chain(
   call.uniform_samples = uniform_samples.const_data_ptr<float>();
   call.num_tokens = num_tokens.const_data_ptr<int32_t>();
   call.parameters = sampling_parameters(batch, temperature, top_k, top_p, min_p);
-  require(least_probability >= 0 && least_probability <= 1);
-  call.least_probability = static_cast<float>(least_probability);
+  require(confidence_threshold >= 0 && confidence_threshold <= 1);
+  call.confidence_threshold = static_cast<float>(confidence_threshold);
   Tensor drawn = new_tensor({batch, call.num_steps}, ScalarType::Int);
   Tensor counts = new_tensor({batch}, ScalarType::Int);
   Tensor logits = new_tensor({batch, keeps_logits ? call.num_steps : 0, num_columns}, type);
   call.out_token_ids = drawn.mutable_data_ptr<int32_t>();
-  call.out_counts = counts.mutable_data_ptr<int32_t>();
+  call.out_num_drawn = counts.mutable_data_ptr<int32_t>();
   call.out_logits = keeps_logits ? logits.mutable_data_ptr() : nullptr;
   cpu::draft_chain(std::move(call));
   return {drawn, counts, logits};

@@ -9,7 +9,7 @@ namespace fastspec {
 // Without slots and the data to store.
 cpu::StoreCall store_call(const Tensor& key_cache, const Tensor& value_cache);
 
-void take_slots(const Tensor& slot_mapping, cpu::StoreCall& call);
+void set_slots(const Tensor& slot_mapping, cpu::StoreCall& call);
 
 // The common part of the attention ops, without queries, options and outputs.
 cpu::AttentionCall paged_call(int64_t num_rows, int64_t num_heads, const Tensor& key_cache,
@@ -17,7 +17,7 @@ cpu::AttentionCall paged_call(int64_t num_rows, int64_t num_heads, const Tensor&
                               const Tensor& context_lens, const Tensor& cu_rows, double scale);
 
 // What a row of a decoder sees, and the bounds of its scores.
-void add_options(cpu::AttentionCall& call, int64_t sliding_window, double softcap,
+void set_options(cpu::AttentionCall& call, int64_t sliding_window, double softcap,
                  const OptionalTensor& sinks, const OptionalTensor& ancestor_mask);
 
 }  // namespace fastspec

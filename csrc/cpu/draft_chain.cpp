@@ -21,17 +21,19 @@ template <class T>
 void check_tokens(const std::string& field, const T* tokens, int64_t count, int64_t vocab_size) {
   for (int64_t i = 0; i < count; ++i) {
     if (tokens[i] >= 0 && tokens[i] < vocab_size) continue;
-    fail(field, i, "a token below " + std::to_string(vocab_size), tokens[i]);
+    fail(field, i, "a token from 0 to " + std::to_string(vocab_size - 1), tokens[i]);
   }
 }
 
-// Passes of one draft. Each has one row per token; later passes read one token of each sequence
+// The drafts of one call. The first pass reads the given rows, each later one a row of each sequence
 // that still drafts.
 class DraftChain {
  public:
   explicit DraftChain(DraftChainCall& call)
       : call_(call),
         pages_(call.layers[0].attention),
+        factors_{call.layers[0].cos, call.layers[0].sin, call.layers[0].cos_stride,
+                 call.layers[0].sin_stride},
         size_(call.layers[0].mlp.size),
         rotary_size_(call.layers[0].rotary_size),
         element_(pages_.element),
@@ -45,7 +47,7 @@ class DraftChain {
       std::copy_n(pages_.block_table + b * pages_.table_stride, pages_.max_blocks,
                   &table_[b * pages_.max_blocks]);
       drafting_.push_back(b);
-      call.out_counts[b] = call.num_tokens[b];
+      call.out_num_drawn[b] = call.num_tokens[b];
     }
     std::fill_n(call.out_token_ids, pages_.batch * call.num_steps, -1);
   }
@@ -55,7 +57,7 @@ class DraftChain {
       lay_out();
       read_tokens(step);
       decoder_layers(call_.layers);
-      keep_states();
+      keep_hidden();
       draw(step);
       go_on(step);
     }
@@ -79,8 +81,8 @@ class DraftChain {
         const int32_t block = table_[b * pages_.max_blocks + place / pages_.block_size];
         slots_.push_back(block * pages_.block_size + place % pages_.block_size);
         if (rotary_size_ == 0) continue;
-        std::copy_n(call_.cos + place * call_.cos_stride, rotary_size_, &cos_[row * rotary_size_]);
-        std::copy_n(call_.sin + place * call_.sin_stride, rotary_size_, &sin_[row * rotary_size_]);
+        std::copy_n(factors_.cos + place * factors_.cos_stride, rotary_size_, &cos_[row * rotary_size_]);
+        std::copy_n(factors_.sin + place * factors_.sin_stride, rotary_size_, &sin_[row * rotary_size_]);
       }
     }
     for (DecoderLayerCall& layer : call_.layers) {
@@ -97,42 +99,42 @@ class DraftChain {
     }
   }
 
-  // What the layers read: embeddings, or states with normed embeddings beside them.
+  // What the layers read: embeddings, or hidden states with normed embeddings in front.
   void read_tokens(int64_t step) {
-    const bool has_states = call_.embedding_norm != nullptr;
-    std::vector<float>& embedded = has_states ? embeddings_ : hidden_;
-    if (has_states && step == 0) {
+    const bool reads_hidden = call_.embedding_norm != nullptr;
+    std::vector<float>& embedded = reads_hidden ? embeddings_ : hidden_;
+    if (reads_hidden && step == 0) {
       hidden_.resize(num_rows() * size_);
-      kernels().layers.widen(call_.states, element_, num_rows() * size_, hidden_.data());
+      kernels().layers.widen(call_.hidden, element_, num_rows() * size_, hidden_.data());
     }
     embedded.resize(num_rows() * size_);
     for (int64_t row = 0; row < num_rows(); ++row) {
       const char* from = static_cast<const char*>(call_.embedding) + tokens_[row] * row_bytes();
       float* to = &embedded[row * size_];
       kernels().layers.widen(from, element_, size_, to);
-      if (!has_states) continue;
+      if (!reads_hidden) continue;
       norm_row(call_.embedding_norm, to, to);
       round_row(to);
     }
     for (DecoderLayerCall& layer : call_.layers) {
       layer.hidden = hidden_.data();
-      layer.embeddings = has_states ? embeddings_.data() : nullptr;
+      layer.embeddings = reads_hidden ? embeddings_.data() : nullptr;
     }
   }
 
   // Rounds the layers' output to the model's type, and keeps it where later passes look for it.
-  void keep_states() {
+  void keep_hidden() {
     for (int64_t row = 0; row < num_rows(); ++row) {
       round_row(&hidden_[row * size_]);
-      if (call_.own_states == nullptr) continue;
-      char* to = static_cast<char*>(call_.own_states) + slots_[row] * row_bytes();
+      if (call_.hidden_cache == nullptr) continue;
+      char* to = static_cast<char*>(call_.hidden_cache) + slots_[row] * row_bytes();
       kernels().layers.narrow(&hidden_[row * size_], size_, element_, to);
     }
   }
 
   // Draws a token after the last row of each sequence.
   void draw(int64_t step) {
-    const Head& head = call_.head;
+    const OutputHead& head = call_.head;
     const int64_t logits_bytes = head.num_columns * size_of(element_);
     normed_.resize(batch() * row_bytes());
     logits_.resize(batch() * logits_bytes);
@@ -164,9 +166,9 @@ class DraftChain {
       if (token >= 0 && call_.head.tokens != nullptr) token = call_.head.tokens[token];
       call_.out_token_ids[sequence * call_.num_steps + step] = token;
       logprobs_[sequence] += picked_logprobs_[b];
-      int32_t& count = call_.out_counts[sequence];
-      const bool is_sure = call_.least_probability <= 0.0f ||
-                           std::exp(logprobs_[sequence]) >= call_.least_probability;
+      int32_t& count = call_.out_num_drawn[sequence];
+      const bool is_sure = call_.confidence_threshold <= 0.0f ||
+                           std::exp(logprobs_[sequence]) >= call_.confidence_threshold;
       if (!is_sure) count = std::min(count, static_cast<int32_t>(step + 1));
       if (count <= step + 1) continue;
       const float* state = &hidden_[(cu_rows_[b + 1] - 1) * size_];
@@ -188,7 +190,7 @@ class DraftChain {
     if (call_.out_logits == nullptr) return;
     const int64_t bytes = call_.head.num_columns * size_of(element_);
     for (int64_t b = 0; b < pages_.batch; ++b) {
-      const int64_t end = (b + 1) * call_.num_steps, left = call_.num_steps - call_.out_counts[b];
+      const int64_t end = (b + 1) * call_.num_steps, left = call_.num_steps - call_.out_num_drawn[b];
       std::memset(static_cast<char*>(call_.out_logits) + (end - left) * bytes, 0, left * bytes);
     }
   }
@@ -230,6 +232,10 @@ class DraftChain {
 
   DraftChainCall& call_;
   const AttentionCall pages_;  // of the first pass
+  const struct {
+    const float *cos, *sin;
+    int64_t cos_stride, sin_stride;
+  } factors_;  // of all positions
   const int64_t size_, rotary_size_;
   const Element element_;
   // Of the current pass, in the order of the sequences that draft.
@@ -252,7 +258,7 @@ void check(const DraftChainCall& call) {
   std::vector<int32_t> cu_rows = {0}, last_lens;
   int64_t longest = 0;
   for (int64_t b = 0; b < pages.batch; ++b) {
-    if (pages.cu_rows[b + 1] == pages.cu_rows[b]) fail("cu_rows", b + 1, "a row", 0);
+    if (pages.cu_rows[b + 1] == pages.cu_rows[b]) fail("cu_rows", b + 1, "a row of each sequence", 0);
     const int64_t num = call.num_tokens[b], most = call.num_steps;
     if (num < 1 || num > most) fail("num_tokens", b, "from 1 to " + std::to_string(most), num);
     const int64_t last = pages.context_lens[b] + num - 1;
@@ -263,7 +269,7 @@ void check(const DraftChainCall& call) {
   if (pages.cu_rows[0] != 0 || pages.cu_rows[pages.batch] != pages.num_rows) {
     fail("cu_rows", pages.batch, "all rows", pages.cu_rows[pages.batch]);
   }
-  if (call.cos != nullptr && longest > call.num_positions) {
+  if (call.layers[0].cos != nullptr && longest > call.num_positions) {
     throw std::invalid_argument("cos: expected factors for " + std::to_string(longest) +
                                 " positions, got " + std::to_string(call.num_positions));
   }
@@ -276,8 +282,8 @@ void check(const DraftChainCall& call) {
     last.block_size = layer.attention.block_size;
     check_indices(last);
   }
-  if (call.own_states != nullptr && call.num_own < pages.num_blocks * pages.block_size) {
-    throw std::invalid_argument("own_states: expected a row for each slot");
+  if (call.hidden_cache != nullptr && call.num_hidden_slots < pages.num_blocks * pages.block_size) {
+    throw std::invalid_argument("hidden_cache: expected a row for each slot");
   }
 }
 

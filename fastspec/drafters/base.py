@@ -42,6 +42,11 @@ class SamplingTensors(TypedDict):
     min_p: Tensor | None
 
 
+# What a draft model wrote by one launch or call, valid until it writes again: tokens [B, K] int32,
+# their logits [B, K, V'] if kept, and the number of tokens of each draft.
+Drafts = tuple[Tensor, Tensor | None, list[int]]
+
+
 def common_prefix_len(token_ids: Sequence[int], others: Sequence[int]) -> int:
     """How many leading tokens two sequences share."""
     pairs = zip(token_ids, others, strict=False)

@@ -17,10 +17,10 @@ from fastspec.drafters.base import (
     greedy_sampling,
     sampling_of_rows,
 )
-from fastspec.drafters.chains import chains_of
 from fastspec.drafters.context import DrafterContext, DrafterPlan
 from fastspec.drafters.graphed_drafts import GraphedDrafts, draw
 from fastspec.drafters.logit_rules import Rows, apply_rules, without_forbidden
+from fastspec.drafters.single_call_drafts import single_call_drafts
 from fastspec.models.blocks import Blocks
 from fastspec.models.layout import Span
 from fastspec.models.runner import ModelRunner
@@ -59,7 +59,7 @@ class DraftModelDrafter:
         self.is_probabilistic = probabilistic
         self._threshold = confidence_threshold
         self._graphed = GraphedDrafts(runner, self.vocabulary, self._vocab_size)
-        self._chains = chains_of(runner, self._vocab_size)
+        self._single_call = single_call_drafts(runner, self._vocab_size)
         self._num_cached: dict[str, int] = {}
         self._filled: dict[int, int] = {}  # by block id, the block's tenancy when it was filled
 
@@ -128,7 +128,7 @@ class DraftModelDrafter:
         if coupled_keys is not None:
             seeds, lengths = coupled_keys
             random_inputs |= {"seeds": seeds, "lengths": lengths}
-        at_once = self._chains if self.runner.graphs is None else self._graphed
+        whole_drafts = self._single_call if self.runner.graphs is None else self._graphed
         for step in range(max(num_draft_tokens, default=0)):
             if not drafting:
                 break
@@ -137,20 +137,20 @@ class DraftModelDrafter:
                 chosen = device_tensor(drafting, torch.int64, device)
                 row_sampling = sampling_of_rows(sampling, chosen)
             own = {name: value[chosen] for name, value in random_inputs.items()}
-            if step == 0 and at_once is not None and not has_rules and ranks is None:
+            if step == 0 and whole_drafts is not None and not has_rules and ranks is None:
                 wanted = [num for num in num_draft_tokens if num]
                 inputs = unread, spans, wanted, row_sampling, own
-                drafts = at_once.write(*inputs, self._threshold, keeps_logits)
+                drafts = whole_drafts.write(*inputs, self._threshold, keeps_logits)
                 if drafts is not None:
-                    written, draft_logits, counts = drafts
-                    width = written.shape[1]
-                    token_ids[chosen, :width] = written
+                    drawn, draft_logits, num_drawn = drafts
+                    width = drawn.shape[1]
+                    token_ids[chosen, :width] = drawn
                     if draft_logits is not None and draft_logits.shape[:2] != token_ids.shape:
                         shape = *token_ids.shape, draft_logits.shape[2]
                         all_logits = draft_logits.new_zeros(shape)
                         all_logits[chosen, :width] = draft_logits
                         draft_logits = all_logits
-                    for b, count in zip(drafting, counts, strict=True):
+                    for b, count in zip(drafting, num_drawn, strict=True):
                         num_draft_tokens[b] = count
                     break
             rows = [end - 1 for end in accumulate(span.count for span in spans)]

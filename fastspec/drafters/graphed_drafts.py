@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fastspec.drafters.base import SamplingTensors
+from fastspec.drafters.base import Drafts, SamplingTensors
 from fastspec.models.graphs import (
     LEAST_WIDTH,
     MOST_TOKENS,
@@ -29,11 +29,6 @@ from fastspec_kernels import sample, sample_coupled
 MAX_CHAINS = 32  # graphs kept; the least recently used one is dropped
 MAX_REQUESTS = 64  # with more, a pass keeps the GPU busy for longer than its launch takes the host
 MAX_LOGIT_BYTES = 64 << 20  # logits kept by one graph
-
-
-# What a draft model wrote: tokens [B, K] int32, valid until it writes again, their logits
-# [B, K, V'] if kept, and the number of tokens of each text.
-Drafts = tuple[Tensor, Tensor | None, list[int]]
 
 
 def draw(
@@ -81,7 +76,7 @@ class GraphedDrafts:
         counts: list[int],
         sampling: SamplingTensors,
         random_inputs: dict[str, Tensor],
-        threshold: float | None,
+        confidence_threshold: float | None,
         keeps_logits: bool,
     ) -> Drafts | None:
         """Read the spans' tokens, and continue each text by counts[b] >= 1 tokens.
@@ -89,14 +84,14 @@ class GraphedDrafts:
         The result has max(counts) columns; from column counts[b] on, tokens are -1 and logits
         undefined. None if the steps must run pass by pass: the model is not captured, its runner
         refuses the spans (`ModelRunner.drafting_spans`), these sizes occur for the first time and
-        there is no graph of near ones, a limit above is exceeded, or drafts end below a threshold,
-        which the host must read after each step.
+        there is no graph of near ones, a limit above is exceeded, or drafts end below a confidence,
+        so that the host must read each step.
 
         Raises:
             ValueError: the model cannot be captured, but must be.
         """
         runner, num_steps = self.runner, max(counts)
-        if threshold is not None:
+        if confidence_threshold is not None:
             return None
         if (graphs := runner.graphs) is None or graphs.capture is None:
             self._chains.clear()

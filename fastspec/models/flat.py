@@ -56,37 +56,7 @@ _HEAD_NORMS = {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"}
 _VARIANTS = tuple(product((0.0, 1.0), ("silu", "gelu_tanh"), (True, False)))
 
 
-PACKED = "packed_weight"  # attribute of linear layers that use it instead of their own
-
-
-@dataclass(frozen=True)
-class ChainParts:
-    """What `draft_chain` needs of a model.
-
-    Attributes:
-        options: its options that are the model's.
-        layers: the layers' numbers, whose caches they use.
-        table: of the rotation; None = there is none.
-    """
-
-    weights: DraftWeights
-    options: dict[str, Any]
-    layers: list[int]
-    table: RotaryTable | None
-
-
-class FlatPass(Protocol):
-    """Runs passes of a model without its modules."""
-
-    def forward(
-        self, input_ids: Tensor, positions: Tensor, rows: Tensor | None, step: PagedStep
-    ) -> Tensor:
-        """See `PagedModel.forward`."""
-        ...
-
-    def chain_parts(self) -> ChainParts | None:
-        """Return what runs all steps of a draft in one call, if that can."""
-        ...
+PACKED_WEIGHT = "packed_weight"  # attribute of linear layers that multiply by it, not by weight
 
 
 @dataclass
@@ -126,6 +96,80 @@ class FlatLayer:
         cos, sin = (factor[0].float() for factor in factors)
         out = run_layers([self], hidden_states[0].float(), cos, sin, step)
         return out[None].to(hidden_states.dtype)
+
+
+@dataclass(frozen=True)
+class ChainParts:
+    """What `draft_chain` needs to draft with a model.
+
+    Attributes:
+        options: the model's keyword arguments of the op, such as eps and scale.
+        layers: indices of the layers, and so of their caches.
+        table: rotation factors by position; None = no rotation.
+    """
+
+    weights: DraftWeights
+    options: dict[str, Any]
+    layers: list[int]
+    table: RotaryTable | None
+
+    @classmethod
+    def of(
+        cls,
+        embed: nn.Embedding,
+        layers: Sequence[FlatLayer],
+        norm: nn.Module,
+        head: Any,
+        table: RotaryTable,
+        embedding_norm: nn.Module | None = None,
+    ) -> "ChainParts | None":
+        """Return the parts of a model whose layers have equal options; None if `draft_chain` computes
+        something else."""
+        first, norms = layers[0], [norm] if embedding_norm is None else [norm, embedding_norm]
+        if {eps_of(each) for each in norms} != {first.options["eps"]}:
+            return None
+        if embed.max_norm is not None or first.options.get("norm_shift"):
+            return None
+        linear, tokens = head, None
+        if type(head) is ReducedHead:
+            linear, tokens = head.linear, head.token_ids.int()
+            if head.is_spread:  # over all columns, which the op can do only if it changes nothing
+                if tokens.tolist() != [*range(head.out_features)]:
+                    return None
+                tokens = None
+        packed, bias = vars(linear).get(PACKED_WEIGHT), linear.bias
+        if packed is not None and bias is not None:
+            bias = bias.detach().float().contiguous()
+        norm_weights = [cast(Tensor, each.weight) for each in norms]
+        plain = [embed.weight, *norm_weights, *([linear.weight] if packed is None else [])]
+        dtype = first.weights.attention_norm.dtype
+        if not all(each.dtype == dtype and each.is_contiguous() for each in plain):
+            return None
+        weights = DraftWeights(
+            embedding=embed.weight,
+            layers=[layer.weights for layer in layers],
+            norm=norm_weights[0],
+            head=linear.weight if packed is None else packed,
+            head_bias=bias,
+            head_tokens=tokens,
+            embedding_norm=None if embedding_norm is None else norm_weights[1],
+        )
+        numbers = [layer.index for layer in layers]
+        return cls(weights, first.options, numbers, table if first.rotates else None)
+
+
+class FlatPass(Protocol):
+    """Runs passes of a model without its modules."""
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, rows: Tensor | None, step: PagedStep
+    ) -> Tensor:
+        """See `PagedModel.forward`."""
+        ...
+
+    def chain_parts(self) -> ChainParts | None:
+        """Return what `draft_chain` needs to draft with this model; None if it cannot."""
+        ...
 
 
 def has_layer_kernels(device: torch.device, backend: str) -> bool:
@@ -205,7 +249,7 @@ class FlatModel:
         """See `FlatPass.chain_parts`; layers with unequal options are several runs."""
         if len(self._runs) > 1:
             return None
-        return chain_parts(self._embed, self._layers, self._norm, self._head, self._table)
+        return ChainParts.of(self._embed, self._layers, self._norm, self._head, self._table)
 
     def is_whole(self, input_ids: Tensor, positions: Tensor, logits: Tensor) -> bool:
         """Whether these parts alone reproduce the trial pass.
@@ -223,51 +267,6 @@ class FlatModel:
         for layer in self._layers:
             pairs += zip(factors, layer.given[1]["position_embeddings"], strict=True)
         return all(torch.equal(left, right) for left, right in pairs)
-
-
-def chain_parts(
-    embed: nn.Embedding,
-    layers: Sequence[FlatLayer],
-    norm: nn.Module,
-    head: Any,
-    table: RotaryTable,
-    embedding_norm: nn.Module | None = None,
-) -> ChainParts | None:
-    """Return what `draft_chain` needs of a model of these parts; None if it computes another.
-
-    layers: have equal options.
-    """
-    first, norms = layers[0], [norm] if embedding_norm is None else [norm, embedding_norm]
-    if {eps_of(each) for each in norms} != {first.options["eps"]}:
-        return None
-    if embed.max_norm is not None or first.options.get("norm_shift"):
-        return None
-    linear, tokens = head, None
-    if type(head) is ReducedHead:
-        linear, tokens = head.linear, head.token_ids.int()
-        if head.is_spread:  # over all columns, which the op can do only if it changes nothing
-            if tokens.tolist() != [*range(head.out_features)]:
-                return None
-            tokens = None
-    packed, bias = vars(linear).get(PACKED), linear.bias
-    if packed is not None and bias is not None:
-        bias = bias.detach().float().contiguous()
-    norm_weights = [cast(Tensor, each.weight) for each in norms]
-    plain = [embed.weight, *norm_weights, *([linear.weight] if packed is None else [])]
-    dtype = first.weights.attention_norm.dtype
-    if not all(each.dtype == dtype and each.is_contiguous() for each in plain):
-        return None
-    weights = DraftWeights(
-        embedding=embed.weight,
-        layers=[layer.weights for layer in layers],
-        norm=norm_weights[0],
-        head=linear.weight if packed is None else packed,
-        head_bias=bias,
-        head_tokens=tokens,
-        embedding_norm=None if embedding_norm is None else norm_weights[1],
-    )
-    numbers = [layer.index for layer in layers]
-    return ChainParts(weights, first.options, numbers, table if first.rotates else None)
 
 
 def find_layers(model: PreTrainedModel, backend: str) -> list[FlatLayer]:

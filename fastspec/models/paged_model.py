@@ -238,7 +238,7 @@ class PagedModel:
         return logits if self._keeps_logits or rows is None else logits[rows]
 
     def chain_parts(self) -> ChainParts | None:
-        """Return what runs all steps of a draft in one call, which CPUs have a kernel for."""
+        """Return what `draft_chain` needs to draft with this model; None if its kernel cannot."""
         is_usual = self.cache_dtype == self.dtype and self.ranks is None
         if self.flat is None or not is_usual or self.device.type != "cpu":
             return None

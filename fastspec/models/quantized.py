@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fastspec.models.flat import PACKED, FlatLayer
+from fastspec.models.flat import PACKED_WEIGHT, FlatLayer
 from fastspec.models.huge_pages import places_for
 from fastspec.models.twin import is_plain_linear
 from fastspec_kernels import (
@@ -54,7 +54,7 @@ def quantize_linear_layers(
     except ValueError as error:
         raise ValueError(f"draft_bits: cannot quantize {name}: {error}") from error
     for module in linear:
-        vars(module)[PACKED] = weight = packed[id(module.weight)]
+        vars(module)[PACKED_WEIGHT] = weight = packed[id(module.weight)]
         vars(module)["forward"] = _forward(module, weight, backend)
     for layer in flat:
         changed = {name: packed[id(w)] for name, w in _matrices(layer.weights).items()}

@@ -20,7 +20,7 @@ from fastspec.models.paged_model import PagedModel
 from fastspec.models.transfer import device_tensor
 from fastspec_kernels import build_tree, compact_kv
 
-# The slots that a pass fills; states and own_states of `draft_chain`.
+# Spans whose slots a pass fills, and hidden and hidden_cache of `draft_chain`.
 ChainStates = tuple[list[Span], Tensor, Tensor]
 
 
@@ -84,8 +84,8 @@ class ModelRunner:
         return ()
 
     def chain_states(self, spans: list[Span]) -> ChainStates | None:
-        """Return what the first pass of a draft in one call reads and fills, for models that read
-        hidden states; None = draft pass by pass."""
+        """Return what the first pass of `draft_chain` reads and fills, for models that read hidden
+        states; None = draft pass by pass."""
         return None
 
     def drafting_spans(self, spans: list[Span]) -> list[Span] | None:

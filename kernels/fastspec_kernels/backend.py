@@ -39,7 +39,9 @@ TRITON_OPS = frozenset(
     }
 )
 # Ops that compute with the contents of a cache; their compiled kernels do not support float8.
-_CACHE_OPS = frozenset({"cross_attention", "decoder_layers", "store_kv", "tree_attention"})
+_CACHE_OPS = frozenset(
+    {"cross_attention", "decoder_layers", "draft_chain", "store_kv", "tree_attention"}
+)
 # Both are read once, because ops run thousands of times per second.
 _DEFAULT = os.environ.get("FASTSPEC_BACKEND", "auto")
 _TRITON_INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"

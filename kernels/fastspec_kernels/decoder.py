@@ -1,6 +1,6 @@
 """Whole decoder layers in one call."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -105,14 +105,8 @@ def decoder_layers(
     first_of("layers", layers, LayerWeights)
     cache: Tensor = first_of("key_caches", key_caches, Tensor)
     first_of("value_caches", value_caches, Tensor)
-    given_scale, scale = scale, scale_of_stored(cache, scale, 1.0)
-    softcap, _ = check_options(cache, sliding_window, softcap, None, False)
-    check_score_scale(scale, softcap)
-    eps = check_positive("eps", eps)
-    norm_shift = check_number("norm_shift", norm_shift, -FLOAT32.max, "a finite float32 number")
-    check_choice("activation", activation, ACTIVATIONS)
-    if given_scale is None and len({cache.shape[-1:] for cache in key_caches}) > 1:
-        raise ValueError("scale: expected a number, as layers differ in head size, got None")
+    options = eps, norm_shift, activation, scale, sliding_window, softcap
+    eps, norm_shift, scale, softcap = check_layer_options(key_caches, *options)
     pages = (block_table, context_lens, cu_rows)
     _check_kept(kept_layers, kept_caches, len(layers))
 
@@ -129,10 +123,10 @@ def decoder_layers(
         check_tensor("slot_mapping", slot_mapping, (num_rows,), (torch.int64,), cache.device)
         check_contiguous("slot_mapping", slot_mapping)
         sizes = num_rows, size, num_inputs
-        given = layers, key_caches, value_caches, sizes, pages, ancestor_mask
-        for own in check_layers("layers", *given):
-            check_rotation(cos, sin, num_rows, own.shape[-1], (torch.float32,), cache.device)
-            check_slots(slot_mapping, own)
+        check_layers("layers", layers, key_caches, value_caches, sizes, pages, ancestor_mask)
+        for keys in key_caches:
+            check_rotation(cos, sin, num_rows, keys.shape[-1], (torch.float32,), cache.device)
+            check_slots(slot_mapping, keys)
         if kept_caches:
             _check_kept_caches(kept_caches, len(kept_layers), slot_mapping, hidden)
 
@@ -151,6 +145,27 @@ def first_of(name: str, values: Sequence[Any], kind: type) -> Any:
     return values[0]
 
 
+def check_layer_options(
+    key_caches: Sequence[Tensor],
+    eps: float,
+    norm_shift: float,
+    activation: str,
+    scale: float | None,
+    sliding_window: int,
+    softcap: float,
+) -> tuple[float, float, float, float]:
+    """Check the options that layers share; return eps, norm_shift, scale and softcap as floats."""
+    given_scale, scale = scale, scale_of_stored(key_caches[0], scale, 1.0)
+    softcap, _ = check_options(key_caches[0], sliding_window, softcap, None, False)
+    check_score_scale(scale, softcap)
+    eps = check_positive("eps", eps)
+    norm_shift = check_number("norm_shift", norm_shift, -FLOAT32.max, "a finite float32 number")
+    check_choice("activation", activation, ACTIVATIONS)
+    if given_scale is None and len({cache.shape[-1:] for cache in key_caches}) > 1:
+        raise ValueError("scale: expected a number, as layers differ in head size, got None")
+    return eps, norm_shift, scale, softcap
+
+
 def check_layers(
     name: str,
     layers: Sequence[LayerWeights],
@@ -159,8 +174,8 @@ def check_layers(
     sizes: tuple[int, int, int],
     pages: tuple[Tensor, Tensor, Tensor],
     ancestor_mask: Tensor | None,
-) -> Iterator[Tensor]:
-    """Check layers, called `name`, and their caches; yield each layer's cache of keys.
+) -> None:
+    """Check layers, called `name`, with their caches and the pages that they read.
 
     sizes: the numbers of rows, of values in a hidden state, and of values that attention reads.
     """
@@ -170,14 +185,13 @@ def check_layers(
             raise ValueError(f"{field}: expected {expected}, got {len(caches)}")
     num_rows, size, num_inputs = sizes
     for index, weights in enumerate(layers):
-        own = key_caches[index], value_caches[index]
+        keys, values = key_caches[index], value_caches[index]
         names = f"key_caches[{index}]", f"value_caches[{index}]"
-        num_kv_heads, head_size = check_caches(*own, names)
-        yield own[0]
+        num_kv_heads, head_size = check_caches(keys, values, names)
         widths = size, num_inputs, num_kv_heads
-        num_heads = _check_weights(f"{name}[{index}]", weights, own[0], *widths)
-        query = own[0].new_empty((num_rows, num_heads, head_size))
-        check_attention(query, *own, *pages, None, ancestor_mask)
+        num_heads = _check_weights(f"{name}[{index}]", weights, keys, *widths)
+        query = keys.new_empty((num_rows, num_heads, head_size))
+        check_attention(query, keys, values, *pages, None, ancestor_mask)
 
 
 def _check_kept(layers: Sequence[int], caches: Sequence[Tensor], num_layers: int) -> None:

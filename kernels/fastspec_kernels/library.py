@@ -31,10 +31,10 @@ SCHEMAS = (
     " int sliding_window, float softcap, Tensor? ancestor_mask) -> Tensor",
     "draft_chain(Tensor token_ids, Tensor embedding, Tensor? embedding_norm, Tensor?[] layers,"
     " Tensor norm, Tensor head, Tensor? head_bias, Tensor? head_tokens, int num_columns,"
-    " Tensor(a!)[] key_caches, Tensor(b!)[] value_caches, Tensor? states, Tensor(c!)? own_states,"
+    " Tensor(a!)[] key_caches, Tensor(b!)[] value_caches, Tensor? hidden, Tensor(c!)? hidden_cache,"
     " float eps, float norm_shift, str activation, Tensor? cos, Tensor? sin, Tensor block_table,"
     " Tensor context_lens, Tensor cu_rows, float scale, int sliding_window, float softcap,"
-    f" Tensor num_tokens, Tensor uniform_samples, {_SAMPLING}, float least_probability,"
+    f" Tensor num_tokens, Tensor uniform_samples, {_SAMPLING}, float confidence_threshold,"
     " bool keeps_logits) -> (Tensor, Tensor, Tensor)",
     f"row_stats(Tensor logits, {_SAMPLING}, Tensor? token_bitmask) -> (Tensor, Tensor)",
     f"logits_to_probs(Tensor logits, {_SAMPLING}, Tensor? token_bitmask) -> Tensor",

@@ -180,7 +180,7 @@ def test_a_draft_model_reads_only_what_is_new(folders):
         paths["target"], paths["bytes"], spec=SpecConfig("draft_model", 3, **REENCODING)
     )
     drafter, read = engine.drafter, []
-    forward, chain = drafter.runner.forward, drafter._chains.write
+    forward, chain = drafter.runner.forward, drafter._single_call.write
 
     def counted(input_ids, *args, **options):
         read.append(len(input_ids))
@@ -191,7 +191,7 @@ def test_a_draft_model_reads_only_what_is_new(folders):
             read.extend([len(input_ids), *[1] * (max(drafts[2]) - 1)])
         return drafts
 
-    drafter.runner.forward, drafter._chains.write = counted, counted_chain
+    drafter.runner.forward, drafter._single_call.write = counted, counted_chain
     engine.generate("a" * 60, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
     assert read[0] == 59
     assert len(read) > 8

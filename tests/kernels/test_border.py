@@ -91,9 +91,9 @@ def chain() -> dict:
         "num_columns": 30,
         "cos": torch.rand(9, 8),
         "sin": torch.rand(9, 8),
-        "states": torch.randn(3, 12),
-        "own_states": torch.randn(24, 12),
-        "least_probability": 0.1,
+        "hidden": torch.randn(3, 12),
+        "hidden_cache": torch.randn(24, 12),
+        "confidence_threshold": 0.1,
         "keeps_logits": True,
     }
 
@@ -261,7 +261,7 @@ BAD_FLOATS_OF = {
     "key_scale": [0.0, -1.0, 2.0, 1e-45],
     "value_scale": [0.0, -1.0, 2.0, 1e-45],
     "lenience": [0.5],
-    "least_probability": [-0.1, 1.1],
+    "confidence_threshold": [-0.1, 1.1],
 }
 BAD_STRINGS = ["typo", "", None, 1, [], torch.tensor(1)]
 BAD_BOOLS = [None, 1, 0.0, "yes", [], torch.tensor(True)]
@@ -515,7 +515,7 @@ EMPTY = [
     (
         "draft_chain",
         {
-            **cut("token_ids", "states", "block_table", "context_lens", "num_tokens"),
+            **cut("token_ids", "hidden", "block_table", "context_lens", "num_tokens"),
             **cut("uniform_samples", *PARAMETERS),
             **NO_BOUNDS,
         },

@@ -1,4 +1,4 @@
-"""`draft_chain`: the bits of the ops it is made of, the tokens of the reference, texts apart."""
+"""`draft_chain`: the bits of the ops in turn, the tokens of the reference, sequences apart."""
 
 from itertools import accumulate
 from typing import Any
@@ -30,7 +30,7 @@ pytestmark = [
 SIZE, HEADS, KV_HEADS, HEAD_SIZE, WIDE = 48, 4, 2, 16, 80
 VOCAB, COLUMNS, BLOCK, NUM_BLOCKS, STEPS, POSITIONS = 61, 37, 4, 16, 5, 40
 EPS = 1e-5
-# Texts of 9, 3 and 6 tokens, of which the last 3, 1 and 2 are read, 5, 2 and 3 drafts.
+# Sequences of 9, 3 and 6 tokens, of which the last 3, 1 and 2 are read, 5, 2 and 3 drafts.
 CONTEXTS, ROWS, NUM_TOKENS = (9, 3, 6), (3, 1, 2), (5, 2, 3)
 TABLE = [[3, 7, 1, 12], [5, 2, 0, -1], [8, 14, 9, 4]]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -108,8 +108,8 @@ def chain(
         "num_columns": COLUMNS,
         "cos": angles.cos(),
         "sin": angles.sin(),
-        "states": random(sum(ROWS), SIZE) if eagle else None,
-        "own_states": torch.zeros(num_slots, SIZE, dtype=dtype) if eagle else None,
+        "hidden": random(sum(ROWS), SIZE) if eagle else None,
+        "hidden_cache": torch.zeros(num_slots, SIZE, dtype=dtype) if eagle else None,
         "eps": EPS,
         **SAMPLING,
     }
@@ -127,28 +127,28 @@ KINDS = pytest.mark.parametrize(
 )
 
 
-def one_text(call: dict[str, Any], b: int) -> dict[str, Any]:
-    """The call for one of its texts alone, over the same caches."""
+def one_sequence(call: dict[str, Any], b: int) -> dict[str, Any]:
+    """The call for one of its sequences alone, over the same caches."""
     first, last = sum(ROWS[:b]), sum(ROWS[: b + 1])
-    per_text = "block_table", "context_lens", "num_tokens", "uniform_samples", *SAMPLING
-    alone = {name: call[name][b : b + 1] for name in per_text}
-    states = call["states"]
+    per_sequence = "block_table", "context_lens", "num_tokens", "uniform_samples", *SAMPLING
+    alone = {name: call[name][b : b + 1] for name in per_sequence}
+    states = call["hidden"]
     return (
         call
         | alone
         | {
             "token_ids": call["token_ids"][first:last],
-            "states": states if states is None else states[first:last],
+            "hidden": states if states is None else states[first:last],
             "cu_rows": ints(0, last - first),
         }
     )
 
 
 def step_by_step(call: dict[str, Any], b: int) -> tuple[list[int], list[Tensor]]:
-    """Draft after one text with the other ops."""
-    own = one_text(call, b)
+    """Draft after one sequence with the other ops."""
+    own = one_sequence(call, b)
     weights, dtype, table = call["weights"], call["weights"].norm.dtype, TABLE[b]
-    ids, states, place = own["token_ids"], own["states"], CONTEXTS[b] - ROWS[b]
+    ids, states, place = own["token_ids"], own["hidden"], CONTEXTS[b] - ROWS[b]
     tokens, kept = [], []
     for step in range(NUM_TOKENS[b]):
         places = range(place, place + len(ids))
@@ -170,8 +170,8 @@ def step_by_step(call: dict[str, Any], b: int) -> tuple[list[int], list[Tensor]]
             sin=call["sin"][list(places)],
             embeddings=None if states is None else embedded.float(),
         ).to(dtype)
-        if call["own_states"] is not None:
-            call["own_states"][slots] = hidden
+        if call["hidden_cache"] is not None:
+            call["hidden_cache"][slots] = hidden
         normed = rms_norm(hidden[-1:], weights.norm, EPS)
         if weights.head.dtype == torch.uint8:
             logits = quantized_linear(normed, weights.head, COLUMNS, weights.head_bias)
@@ -200,8 +200,8 @@ def test_has_the_bits_of_the_ops_that_it_is_made_of(kind, dtype):
         assert not logits[b, num:].any()
     for name in ("key_caches", "value_caches"):
         assert all(map(torch.equal, call[name], other[name]))
-    if call["own_states"] is not None:
-        assert torch.equal(call["own_states"], other["own_states"])
+    if call["hidden_cache"] is not None:
+        assert torch.equal(call["hidden_cache"], other["hidden_cache"])
 
 
 @KINDS
@@ -216,7 +216,7 @@ def test_draws_the_tokens_of_the_reference(kind, dtype):
     agreeing = 0
     for b, num in enumerate(NUM_TOKENS):
         for step in range(num):
-            # After another token, which rounding may draw, logits are of another text.
+            # After another token, which rounding may draw, logits are of another sequence.
             assert (logits[b, step] - expected[2][b, step]).abs().max() <= tolerance
             if drawn[b, step] != expected[0][b, step]:
                 break
@@ -226,11 +226,11 @@ def test_draws_the_tokens_of_the_reference(kind, dtype):
 
 
 @KINDS
-def test_texts_do_not_depend_on_each_other(kind):
+def test_sequences_do_not_depend_on_each_other(kind):
     dtype = torch.bfloat16
     drawn, counts, logits = draft_chain(**chain(dtype, **kind), keeps_logits=True)
     for b, num in enumerate(NUM_TOKENS):
-        found = draft_chain(**one_text(chain(dtype, **kind), b), keeps_logits=True)
+        found = draft_chain(**one_sequence(chain(dtype, **kind), b), keeps_logits=True)
         assert torch.equal(found[0][0], drawn[b])
         assert found[1][0] == counts[b]
         assert torch.equal(found[2][0, :num], logits[b, :num])
@@ -247,7 +247,7 @@ def test_drafts_end_where_they_are_unsure(backend):
         _, logprobs = sample(logits[b, :num], uniforms, **rows)
         sure.append(logprobs.cumsum(0).exp().tolist())
     for least in (0.5, 0.05, 1e-3):
-        call = chain(torch.float32) | {"least_probability": least}
+        call = chain(torch.float32) | {"confidence_threshold": least}
         found, counts, none = draft_chain(**call, backend=backend)
         assert none.shape == (len(ROWS), 0, COLUMNS)
         for b, num in enumerate(NUM_TOKENS):
@@ -264,15 +264,15 @@ def test_reads_token_0_after_an_invalid_row():
     drawn, counts, _ = draft_chain(**call)
     assert counts.tolist() == [*NUM_TOKENS]
     assert (drawn == -1).all()
-    _, counts, _ = draft_chain(**call, least_probability=0.1)
+    _, counts, _ = draft_chain(**call, confidence_threshold=0.1)
     assert counts.tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_no_texts_draw_nothing(backend):
-    call = one_text(chain(torch.float32), 0)
-    per_text = "block_table", "context_lens", "num_tokens", "uniform_samples", *SAMPLING
-    call |= {name: call[name][:0] for name in (*per_text, "token_ids")} | {"cu_rows": ints(0)}
+def test_no_sequences_draw_nothing(backend):
+    call = one_sequence(chain(torch.float32), 0)
+    per_sequence = "block_table", "context_lens", "num_tokens", "uniform_samples", *SAMPLING
+    call |= {name: call[name][:0] for name in (*per_sequence, "token_ids")} | {"cu_rows": ints(0)}
     drawn, counts, logits = draft_chain(**call, keeps_logits=True, backend=backend)
     assert drawn.shape == (0, STEPS)
     assert counts.shape == (0,)
@@ -283,17 +283,21 @@ def test_no_texts_draw_nothing(backend):
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("token_ids", torch.full((6,), VOCAB), r"token_ids: expected tokens below 61"),
-        ("token_ids", torch.full((6,), -1), r"token_ids: expected tokens below 61"),
+        ("token_ids", torch.full((6,), VOCAB), r"token_ids: expected tokens from 0 to 60"),
+        ("token_ids", torch.full((6,), -1), r"token_ids: expected tokens from 0 to 60"),
         ("num_tokens", ints(5, 0, 3), r"num_tokens: expected from 1 to 5, got \[5, 0, 3\]"),
         ("num_tokens", ints(6, 1, 3), r"num_tokens: expected from 1 to 5, got \[6, 1, 3\]"),
-        ("cu_rows", ints(0, 3, 3, 6), r"cu_rows: expected a row of each text"),
+        ("cu_rows", ints(0, 3, 3, 6), r"cu_rows: expected a row of each sequence"),
         ("cos", torch.ones(12, HEAD_SIZE), r"(cos: expected factors of 13|sin: )"),
         ("context_lens", ints(9, 15, 6), r"context_lens\[1\]|block_table\[1\]"),
         ("num_columns", VOCAB + 1, r"num_columns: expected at most 61"),
-        ("least_probability", 1.5, r"least_probability: expected a number from 0 to 1, got 1.5"),
-        ("states", torch.zeros(6, SIZE), r"states: expected with weights.embedding_norm"),
-        ("own_states", torch.zeros(99, SIZE), r"own_states: expected None without states"),
+        (
+            "confidence_threshold",
+            1.5,
+            r"confidence_threshold: .* from 0 to 1, got 1.5",
+        ),
+        ("hidden", torch.zeros(6, SIZE), r"hidden: expected with weights.embedding_norm"),
+        ("hidden_cache", torch.zeros(99, SIZE), r"hidden_cache: expected None without hidden"),
     ],
 )
 def test_refuses_what_would_read_or_write_elsewhere(backend, name, value, message):
@@ -306,13 +310,13 @@ def test_refuses_what_would_read_or_write_elsewhere(backend, name, value, messag
     assert all(map(torch.equal, before, call["key_caches"]))
 
 
-def test_refuses_wrong_ends():
+def test_refuses_a_wrong_embedding_or_head():
     call = chain(torch.float32, eagle=True, reduced=True)
     weights = call["weights"]
     tokens = weights.head_tokens.clone()
     tokens[3] = VOCAB
     for changed, message in [
-        ({"head_tokens": tokens}, "weights.head_tokens: expected tokens below 61"),
+        ({"head_tokens": tokens}, "weights.head_tokens: expected tokens from 0 to 60"),
         ({"head_tokens": tokens[1:]}, r"weights.head_tokens: expected shape \[37\]"),
         ({"norm": weights.norm[1:]}, r"weights.norm: expected shape \[48\]"),
         ({"head_bias": weights.head_bias[:20]}, "weights.head_bias: expected 37 values, got 20"),
@@ -323,5 +327,5 @@ def test_refuses_wrong_ends():
             draft_chain(**call | {"weights": weights._replace(**changed)})
     with pytest.raises(ValueError, match="weights: expected DraftWeights, got tuple"):
         draft_chain(**call | {"weights": tuple(weights)})
-    with pytest.raises(ValueError, match="own_states: expected a row for each of 64 slots"):
-        draft_chain(**call | {"own_states": call["own_states"][1:]})
+    with pytest.raises(ValueError, match="hidden_cache: expected a row for each of 64 slots"):
+        draft_chain(**call | {"hidden_cache": call["hidden_cache"][1:]})

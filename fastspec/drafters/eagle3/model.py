@@ -20,7 +20,6 @@ from fastspec.models.flat import (
     ChainParts,
     FlatLayer,
     FlatPass,
-    chain_parts,
     has_layer_kernels,
     linear_weights,
     run_layers,
@@ -359,6 +358,12 @@ class FlatEagle3:
 
     def chain_parts(self) -> ChainParts | None:
         """See `FlatPass.chain_parts`."""
-        draft, normed = self._draft, self._draft.midlayer.input_layernorm
-        ends = draft.norm, draft.lm_head, self._table, normed
-        return chain_parts(draft.embed_tokens, [self.layer], *ends)
+        draft = self._draft
+        return ChainParts.of(
+            draft.embed_tokens,
+            [self.layer],
+            draft.norm,
+            draft.lm_head,
+            self._table,
+            embedding_norm=draft.midlayer.input_layernorm,
+        )

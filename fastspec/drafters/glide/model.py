@@ -208,7 +208,7 @@ class FlatGlide:
         return self._draft.lm_head(base.norm(hidden))
 
     def chain_parts(self) -> None:
-        """See `FlatPass.chain_parts`; its layers also read the target, which no call does."""
+        """None: `draft_chain` does not read the target's cache, as these layers do."""
 
 
 def _factors(table: RotaryTable, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,12 +1,11 @@
-"""All decoding steps of a draft as one call, on a CPU: between its kernels there is no Python."""
+"""All decoding steps of a draft as one call, on a CPU: no Python runs between its kernels."""
 
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from fastspec.drafters.base import SamplingTensors
-from fastspec.drafters.graphed_drafts import Drafts
+from fastspec.drafters.base import Drafts, SamplingTensors
 from fastspec.models.flat import ChainParts
 from fastspec.models.layout import Span
 from fastspec.models.runner import ModelRunner
@@ -14,7 +13,7 @@ from fastspec.models.transfer import device_tensor
 from fastspec_kernels import PACKED_TILE, draft_chain
 
 
-class DraftChains:
+class SingleCallDrafts:
     """Drafts by `draft_chain`.
 
     Args:
@@ -25,7 +24,7 @@ class DraftChains:
     def __init__(self, runner: ModelRunner, parts: ChainParts, num_columns: int):
         self._runner, self._parts, self._num_columns = runner, parts, num_columns
         self._weights = weights = parts.weights
-        if weights.head.dtype == torch.uint8:  # the head may have more columns
+        if weights.head.dtype == torch.uint8:  # the op takes no more tiles than columns need
             tiles = -(-num_columns // PACKED_TILE)
             self._weights = weights._replace(head=weights.head[:tiles])
 
@@ -36,27 +35,27 @@ class DraftChains:
         counts: list[int],
         sampling: SamplingTensors,
         random_inputs: dict[str, Tensor],
-        threshold: float | None,
+        confidence_threshold: float | None,
         keeps_logits: bool,
     ) -> Drafts | None:
         """Read the spans' tokens, and continue each text by up to counts[b] >= 1 tokens.
 
         The arguments and the result are those of `GraphedDrafts.write`. None if the steps must run
-        pass by pass: the pass is too long, tokens are drawn by position, rotation factors are not
-        cached up to the draft's end yet, passes also keep layers' inputs for another draft, or the
-        runner refuses the spans (`ModelRunner.chain_states`).
+        pass by pass: the first one is too long, tokens are drawn by position, rotation factors are
+        not cached up to the draft's end (`RotaryTable`), passes also keep layers' inputs for
+        another draft, or the runner refuses the spans (`ModelRunner.chain_states`).
         """
-        runner, parts, table = self._runner, self._parts, self._parts.table
+        runner, parts, rotary = self._runner, self._parts, self._parts.table
         if len(input_ids) > runner.paged_model.most_flat_rows or "seeds" in random_inputs:
             return None
         ends = [span.start + span.count + count for span, count in zip(spans, counts, strict=True)]
-        if runner.inputs is not None or (table is not None and max(ends) > len(table.cos)):
+        if runner.inputs is not None or (rotary is not None and max(ends) > len(rotary.cos)):
             return None
-        filled, states, own_states = spans, None, None
+        filled, hidden, hidden_cache = spans, None, None
         if self._weights.embedding_norm is not None:
             if (inputs := runner.chain_states(spans)) is None:
                 return None
-            filled, states, own_states = inputs
+            filled, hidden, hidden_cache = inputs
         batch = len(filled)
         lens = [span.start + span.count for span in filled]
         num_read = max(length + count - 1 for length, count in zip(lens, counts, strict=True))
@@ -67,36 +66,36 @@ class DraftChains:
             narrow += blocks + [-1] * (width - len(blocks))
         packed = device_tensor(narrow, torch.int32, runner.device)
         sizes = batch, batch + 1, batch, batch * width
-        context_lens, cu_rows, num_tokens, tables = packed.split(sizes)
+        context_lens, cu_rows, num_tokens, block_table = packed.split(sizes)
         caches = [runner.caches[layer] for layer in parts.layers]
-        token_ids, ended, logits = draft_chain(
+        token_ids, num_drawn, logits = draft_chain(
             device_tensor(input_ids, torch.int64, runner.device),
             self._weights,
             [keys for keys, _ in caches],
             [values for _, values in caches],
-            tables.view(batch, width),
+            block_table.view(batch, width),
             context_lens,
             cu_rows,
             num_tokens,
             random_inputs["uniforms"][:, : max(counts)].contiguous(),
             num_columns=self._num_columns,
-            cos=None if table is None else table.cos,
-            sin=None if table is None else table.sin,
-            states=states,
-            own_states=own_states,
-            least_probability=threshold or 0.0,
+            cos=None if rotary is None else rotary.cos,
+            sin=None if rotary is None else rotary.sin,
+            hidden=hidden,
+            hidden_cache=hidden_cache,
+            confidence_threshold=confidence_threshold or 0.0,
             keeps_logits=keeps_logits,
             backend=runner.paged_model.backend,
             **sampling,
             **parts.options,
         )
-        if threshold is not None:
-            counts = ended.tolist()
+        if confidence_threshold is not None:
+            counts = num_drawn.tolist()
         return token_ids, logits if keeps_logits else None, counts
 
 
-def chains_of(runner: ModelRunner, vocab_size: int) -> DraftChains | None:
-    """Return what drafts with a runner's model in one call each; None if no call computes it."""
+def single_call_drafts(runner: ModelRunner, vocab_size: int) -> SingleCallDrafts | None:
+    """Return what drafts with a runner's model; None if `draft_chain` does not compute it."""
     if (parts := runner.paged_model.chain_parts()) is None:
         return None
-    return DraftChains(runner, parts, min(vocab_size, runner.paged_model.num_columns))
+    return SingleCallDrafts(runner, parts, min(vocab_size, runner.paged_model.num_columns))

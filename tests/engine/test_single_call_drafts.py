@@ -51,14 +51,14 @@ def engine_of(kind, dtype, tmp_path, **config):
 
 def counted(drafter):
     """The numbers of texts that each call drafts after; 0 = it left them to single passes."""
-    calls, write = [], drafter._chains.write
+    calls, write = [], drafter._single_call.write
 
     def spy(input_ids, spans, *args):
         drafts = write(input_ids, spans, *args)
         calls.append(0 if drafts is None else len(spans))
         return drafts
 
-    drafter._chains.write = spy
+    drafter._single_call.write = spy
     return calls
 
 
@@ -73,7 +73,7 @@ def test_everything_is_as_pass_by_pass(kind, dtype, tmp_path):
 
     other = engine_of(kind, dtype, tmp_path)
     drafter = draft_model_of(other) or other.drafter._levels[0].model
-    drafter._chains = None
+    drafter._single_call = None
     expected = other.generate(PROMPTS, PARAMS)
     for ours, theirs in zip(outputs, expected, strict=True):
         assert ours.token_ids == theirs.token_ids
@@ -111,14 +111,14 @@ def test_draws_by_position_go_pass_by_pass(tmp_path):
 def test_models_that_the_op_does_not_compute_have_none(name):
     target = random_model(name)
     engine = Engine(target, perturbed(target, 0.05), spec=SpecConfig("draft_model", 3))
-    assert draft_model_of(engine)._chains is None
+    assert draft_model_of(engine)._single_call is None
 
 
 def test_layers_with_unequal_options_have_none():
     types = ["sliding_attention", "full_attention", "sliding_attention"]
     target = random_model("qwen3", layer_types=types, sliding_window=5, use_sliding_window=True)
     engine = Engine(target, perturbed(target, 0.05), spec=SpecConfig("draft_model", 3))
-    assert draft_model_of(engine)._chains is None
+    assert draft_model_of(engine)._single_call is None
     assert draft_model_of(engine).runner.paged_model.flat is not None
 
 
@@ -127,13 +127,13 @@ def test_a_named_backend_is_kept(backend):
     target = random_model("llama")
     spec, config = SpecConfig("draft_model", 3), EngineConfig(backend=backend)
     engine = Engine(target, perturbed(target, 0.05), spec=spec, config=config)
-    assert (draft_model_of(engine)._chains is None) == (backend == "reference")
+    assert (draft_model_of(engine)._single_call is None) == (backend == "reference")
 
 
 def test_positions_beyond_the_cached_rotation_are_reached():
     target = random_model("llama", hidden_size=64, head_dim=16)
     engine = Engine(target, perturbed(target, 0.02), spec=SpecConfig("draft_model", 4))
-    calls, table = counted(draft_model_of(engine)), draft_model_of(engine)._chains._parts.table
+    calls, table = counted(draft_model_of(engine)), draft_model_of(engine)._single_call._parts.table
     table.cos, table.sin = table.cos[:8], table.sin[:8]
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     output = engine.generate([[3, 4]], params)[0]
