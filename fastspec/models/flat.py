@@ -123,8 +123,8 @@ class ChainParts:
         table: RotaryTable,
         embedding_norm: nn.Module | None = None,
     ) -> "ChainParts | None":
-        """Return the parts of a model whose layers have equal options; None if `draft_chain` computes
-        something else."""
+        """Return the parts of a model whose layers have equal options; None if `draft_chain`
+        computes something else."""
         first, norms = layers[0], [norm] if embedding_norm is None else [norm, embedding_norm]
         if {eps_of(each) for each in norms} != {first.options["eps"]}:
             return None
