@@ -1,5 +1,6 @@
 // Unpacks the weights of decoders, and registers `decoder_layers` and `draft_chain`.
 #include <algorithm>
+#include <cmath>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -94,7 +95,7 @@ cpu::DecoderLayerCall sized_call(int64_t size, const Text& activation) {
 
 // Rotation factors, a row for each of `num`.
 void set_factors(const OptionalTensor& cos, const OptionalTensor& sin, int64_t num,
-                  cpu::DecoderLayerCall& call) {
+                 cpu::DecoderLayerCall& call) {
   require(cos.has_value() == sin.has_value());
   if (!cos) return;
   require(is_matrix(*cos, ScalarType::Float) && is_matrix(*sin, ScalarType::Float));
@@ -191,8 +192,9 @@ Tensor decoder_layers(const Tensor& hidden, std::vector<OptionalTensor> layers,
   return out;
 }
 
-cpu::OutputHead head_of(const Tensor& head, const OptionalTensor& bias, const OptionalTensor& tokens,
-                  int64_t num_columns, int64_t size, ScalarType type, int64_t vocab_size) {
+cpu::OutputHead head_of(const Tensor& head, const OptionalTensor& bias,
+                        const OptionalTensor& tokens, int64_t num_columns, int64_t size,
+                        ScalarType type, int64_t vocab_size) {
   cpu::OutputHead out = {};
   out.num_columns = num_columns;
   require(num_columns > 0 && (tokens || num_columns <= vocab_size));
@@ -263,7 +265,8 @@ std::tuple<Tensor, Tensor, Tensor> draft_chain(
   call.num_tokens = num_tokens.const_data_ptr<int32_t>();
   call.parameters = sampling_parameters(batch, temperature, top_k, top_p, min_p);
   require(confidence_threshold >= 0 && confidence_threshold <= 1);
-  call.confidence_threshold = static_cast<float>(confidence_threshold);
+  call.has_threshold = confidence_threshold > 0;
+  call.least_logprob = static_cast<float>(std::log(confidence_threshold));
   Tensor drawn = new_tensor({batch, call.num_steps}, ScalarType::Int);
   Tensor counts = new_tensor({batch}, ScalarType::Int);
   Tensor logits = new_tensor({batch, keeps_logits ? call.num_steps : 0, num_columns}, type);

@@ -25,8 +25,8 @@ void check_tokens(const std::string& field, const T* tokens, int64_t count, int6
   }
 }
 
-// The drafts of one call. The first pass reads the given rows, each later one a row of each sequence
-// that still drafts.
+// The drafts of one call. The first pass reads the given rows, each later one a row of each
+// sequence that still drafts.
 class DraftChain {
  public:
   explicit DraftChain(DraftChainCall& call)
@@ -81,8 +81,10 @@ class DraftChain {
         const int32_t block = table_[b * pages_.max_blocks + place / pages_.block_size];
         slots_.push_back(block * pages_.block_size + place % pages_.block_size);
         if (rotary_size_ == 0) continue;
-        std::copy_n(factors_.cos + place * factors_.cos_stride, rotary_size_, &cos_[row * rotary_size_]);
-        std::copy_n(factors_.sin + place * factors_.sin_stride, rotary_size_, &sin_[row * rotary_size_]);
+        std::copy_n(factors_.cos + place * factors_.cos_stride, rotary_size_,
+                    &cos_[row * rotary_size_]);
+        std::copy_n(factors_.sin + place * factors_.sin_stride, rotary_size_,
+                    &sin_[row * rotary_size_]);
       }
     }
     for (DecoderLayerCall& layer : call_.layers) {
@@ -163,12 +165,14 @@ class DraftChain {
     for (int64_t b = 0; b < batch(); ++b) {
       const int32_t sequence = drafting_[b];
       int32_t token = picked_[b];
-      if (token >= 0 && call_.head.tokens != nullptr) token = call_.head.tokens[token];
+      if (token >= 0 && call_.head.tokens != nullptr) {
+        token = call_.head.tokens[token];
+        check_tokens("head_tokens", &token, 1, call_.vocab_size);  // may share memory with a cache
+      }
       call_.out_token_ids[sequence * call_.num_steps + step] = token;
       logprobs_[sequence] += picked_logprobs_[b];
       int32_t& count = call_.out_num_drawn[sequence];
-      const bool is_sure = call_.confidence_threshold <= 0.0f ||
-                           std::exp(logprobs_[sequence]) >= call_.confidence_threshold;
+      const bool is_sure = !call_.has_threshold || logprobs_[sequence] >= call_.least_logprob;
       if (!is_sure) count = std::min(count, static_cast<int32_t>(step + 1));
       if (count <= step + 1) continue;
       const float* state = &hidden_[(cu_rows_[b + 1] - 1) * size_];
@@ -190,7 +194,8 @@ class DraftChain {
     if (call_.out_logits == nullptr) return;
     const int64_t bytes = call_.head.num_columns * size_of(element_);
     for (int64_t b = 0; b < pages_.batch; ++b) {
-      const int64_t end = (b + 1) * call_.num_steps, left = call_.num_steps - call_.out_num_drawn[b];
+      const int64_t end = (b + 1) * call_.num_steps,
+                    left = call_.num_steps - call_.out_num_drawn[b];
       std::memset(static_cast<char*>(call_.out_logits) + (end - left) * bytes, 0, left * bytes);
     }
   }
@@ -258,12 +263,14 @@ void check(const DraftChainCall& call) {
   std::vector<int32_t> cu_rows = {0}, last_lens;
   int64_t longest = 0;
   for (int64_t b = 0; b < pages.batch; ++b) {
-    if (pages.cu_rows[b + 1] == pages.cu_rows[b]) fail("cu_rows", b + 1, "a row of each sequence", 0);
+    if (pages.cu_rows[b + 1] == pages.cu_rows[b])
+      fail("cu_rows", b + 1, "a row of each sequence", 0);
     const int64_t num = call.num_tokens[b], most = call.num_steps;
     if (num < 1 || num > most) fail("num_tokens", b, "from 1 to " + std::to_string(most), num);
     const int64_t last = pages.context_lens[b] + num - 1;
     longest = std::max(longest, last);
-    last_lens.push_back(static_cast<int32_t>(std::min<int64_t>(last, INT32_MAX)));
+    if (last > INT32_MAX) fail("num_tokens", b, "room for as many positions", num);
+    last_lens.push_back(static_cast<int32_t>(last));
     cu_rows.push_back(static_cast<int32_t>(b + 1));
   }
   if (pages.cu_rows[0] != 0 || pages.cu_rows[pages.batch] != pages.num_rows) {
@@ -290,8 +297,8 @@ void check(const DraftChainCall& call) {
 }  // namespace
 
 void draft_chain(DraftChainCall call) {
-  if (call.layers[0].attention.batch == 0) return;
   check(call);
+  if (call.layers[0].attention.batch == 0) return;
   DraftChain(call).run();
 }
 

@@ -34,10 +34,11 @@ struct DraftChainCall {
   const float* uniform_samples;  // [batch, num_steps]
   const int32_t* num_tokens;     // [batch]
   int64_t num_steps;
-  float confidence_threshold;  // 0 = off
-  int32_t* out_token_ids;   // [batch, num_steps]
-  int32_t* out_num_drawn;      // [batch]
-  void* out_logits;         // [batch, num_steps, num_columns] or null
+  bool has_threshold;  // whether a draft ends where its sum of logprobs is below least_logprob
+  float least_logprob;
+  int32_t* out_token_ids;  // [batch, num_steps]
+  int32_t* out_num_drawn;  // [batch]
+  void* out_logits;        // [batch, num_steps, num_columns] or null
 };
 
 // Checks indices, tokens and lengths of all passes (std::invalid_argument names the bad one) before

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Sequence
 from itertools import accumulate, takewhile
+from math import inf, log
 
 import torch
 from torch import Tensor
@@ -128,6 +129,7 @@ class DraftModelDrafter:
         if coupled_keys is not None:
             seeds, lengths = coupled_keys
             random_inputs |= {"seeds": seeds, "lengths": lengths}
+        least_logprob = log(self._threshold) if self._threshold else -inf
         whole_drafts = self._single_call if self.runner.graphs is None else self._graphed
         for step in range(max(num_draft_tokens, default=0)):
             if not drafting:
@@ -171,7 +173,7 @@ class DraftModelDrafter:
                 draft_logits[chosen, step] = logits
             if self._threshold is not None and max(num_draft_tokens) > step + 1:
                 chain_logprobs[chosen] += logprobs
-                is_sure = chain_logprobs[chosen].exp() >= self._threshold
+                is_sure = chain_logprobs[chosen] >= least_logprob
                 is_sure = (is_sure if ranks is None else ranks.of_first(is_sure.int())).tolist()
                 for b, sure in zip(drafting, is_sure, strict=True):
                     if not sure:

@@ -48,8 +48,8 @@ class SingleCallDrafts:
         runner, parts, rotary = self._runner, self._parts, self._parts.table
         if len(input_ids) > runner.paged_model.most_flat_rows or "seeds" in random_inputs:
             return None
-        ends = [span.start + span.count + count for span, count in zip(spans, counts, strict=True)]
-        if runner.inputs is not None or (rotary is not None and max(ends) > len(rotary.cos)):
+        num_read = [x.start + x.count + num - 1 for x, num in zip(spans, counts, strict=True)]
+        if runner.inputs is not None or (rotary is not None and max(num_read) > len(rotary.cos)):
             return None
         filled, hidden, hidden_cache = spans, None, None
         if self._weights.embedding_norm is not None:
@@ -58,8 +58,7 @@ class SingleCallDrafts:
             filled, hidden, hidden_cache = inputs
         batch = len(filled)
         lens = [span.start + span.count for span in filled]
-        num_read = max(length + count - 1 for length, count in zip(lens, counts, strict=True))
-        width = -(-num_read // runner.block_size)
+        width = -(-max(num_read) // runner.block_size)  # EAGLE's rows are one slot earlier
         narrow = [*lens, *accumulate((span.count for span in filled), initial=0), *counts]
         for span in filled:
             blocks = span.block_table[:width]

@@ -140,11 +140,16 @@ class ChainParts:
         packed, bias = vars(linear).get(PACKED_WEIGHT), linear.bias
         if packed is not None and bias is not None:
             bias = bias.detach().float().contiguous()
+        if not is_plain(embed) or not (packed is not None or is_plain_linear(linear)):
+            return None
+        if type(head) is ReducedHead and not is_plain(head):
+            return None
         norm_weights = [cast(Tensor, each.weight) for each in norms]
         plain = [embed.weight, *norm_weights, *([linear.weight] if packed is None else [])]
         dtype = first.weights.attention_norm.dtype
-        if not all(each.dtype == dtype and each.is_contiguous() for each in plain):
-            return None
+        for each in plain:
+            if type(each) is not nn.Parameter or each.dtype != dtype or not each.is_contiguous():
+                return None
         weights = DraftWeights(
             embedding=embed.weight,
             layers=[layer.weights for layer in layers],

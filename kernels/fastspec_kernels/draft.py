@@ -9,6 +9,7 @@ from fastspec_kernels.attention import check_attention
 from fastspec_kernels.backend import run_checked
 from fastspec_kernels.cache import check_rotation
 from fastspec_kernels.checks import (
+    INT32_MAX,
     LOGITS_DTYPES,
     check_contiguous,
     check_flag,
@@ -97,7 +98,8 @@ def draft_chain(
         ValueError: as in the ops it is made of, before anything is written.
 
     A sequence's results have the bits of these ops run in turn, and never depend on the other
-    sequences.
+    sequences. What is written must not share memory with other arguments, and no two tokens may
+    share a slot.
     """
     if not isinstance(weights, DraftWeights):
         raise ValueError(f"weights: expected DraftWeights, got {type(weights).__name__}")
@@ -115,6 +117,8 @@ def draft_chain(
 
     def check():
         device = cache.device
+        if cache.dtype not in LOGITS_DTYPES:
+            raise ValueError(f"key_caches: expected one of {LOGITS_DTYPES}, got {cache.dtype}")
         check_tensor("token_ids", token_ids, (None,), (torch.int64,), device)
         check_contiguous("token_ids", token_ids)
         _check_embedding_and_head(weights, num_columns, cache)
@@ -141,12 +145,13 @@ def draft_chain(
             raise ValueError(f"num_tokens: expected from 1 to {most}, got {num_tokens.tolist()}")
         if not all(count > 0 for count in cu_rows.diff().tolist()):
             raise ValueError(f"cu_rows: expected a row of each sequence, got {cu_rows.tolist()}")
-        last_lens = context_lens + num_tokens - 1
-        longest = max(last_lens.tolist(), default=0)
+        last_lens = context_lens.long() + num_tokens - 1
+        if (longest := max(last_lens.tolist(), default=0)) > INT32_MAX:
+            raise ValueError(f"num_tokens: expected room for as many positions, got {longest}")
         if cos is not None and longest > len(cos):
             raise ValueError(f"cos: expected factors of {longest} positions, got {len(cos)}")
         last_cu_rows = torch.arange(batch + 1, dtype=torch.int32, device=device)
-        last_pages = block_table, last_lens, last_cu_rows
+        last_pages = block_table, last_lens.int(), last_cu_rows
         for keys, values in zip(key_caches, value_caches, strict=True):
             query = keys.new_empty((batch, *keys.shape[2:]))
             check_attention(query, keys, values, *last_pages, None, None)
@@ -171,7 +176,7 @@ def _check_tokens(name: str, tokens: Tensor, vocab_size: int) -> None:
 
 def _check_embedding_and_head(weights: DraftWeights, num_columns: int, cache: Tensor) -> None:
     """Check embeddings, norms and head."""
-    dtypes = (cache.dtype,) if cache.dtype in LOGITS_DTYPES else LOGITS_DTYPES
+    dtypes = (cache.dtype,)
 
     def check_weight(name: str, shape: tuple[int | None, ...]) -> None:
         tensor = getattr(weights, name)

@@ -79,13 +79,16 @@ def test_a_lower_draft_reads_what_the_copy_computed(tmp_path):
     engine = Engine(model, drafter_for("eagle3", model, tmp_path), spec=spec_of(8))
     copy, eagle = (level.model for level in drafter_of(engine)._levels)
     assert copy.runner.inputs is target_runner(engine).inputs
-    forward, spans = eagle.runner.forward, []
+    forward, write, spans = eagle.runner.forward, eagle._single_call.write, []
 
-    def recorded(input_ids, given, *args, **options):
-        spans.extend(given)
-        return forward(input_ids, given, *args, **options)
+    def recorded(run):
+        def call(input_ids, given, *args, **options):
+            spans.extend(given)
+            return run(input_ids, given, *args, **options)
 
-    eagle.runner.forward = recorded
+        return call
+
+    eagle.runner.forward, eagle._single_call.write = recorded(forward), recorded(write)
     engine.add_request(PROMPTS[1], GREEDY)
     engine.step()
     spans.clear()

@@ -141,3 +141,37 @@ def test_positions_beyond_the_cached_rotation_are_reached():
     assert 1 in calls
     plain = Engine(target, spec="none").generate([[3, 4]], params)[0]
     assert output.token_ids == plain.token_ids
+
+
+class _Subclass(torch.Tensor):
+    """Weights of another kind, such as torchao's."""
+
+
+def _own_forward(draft):
+    head = draft.lm_head
+    head.__dict__["forward"] = lambda x: -torch.nn.functional.linear(x, head.weight)
+
+
+def _subclass_of_weight(draft):
+    weight = torch.nn.Parameter(draft.lm_head.weight.detach().as_subclass(_Subclass))
+    draft.lm_head.weight = weight
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda draft: draft.lm_head.register_forward_hook(lambda module, given, out: -out),
+        lambda draft: draft.model.embed_tokens.register_forward_hook(lambda *args: 3 * args[-1]),
+        lambda draft: draft.model.norm.register_forward_hook(lambda *args: -args[-1]),
+        _own_forward,
+        _subclass_of_weight,
+    ],
+    ids=["hook on the head", "on the embedding", "on the norm", "own forward", "other weights"],
+)
+def test_parts_that_are_not_plain_go_pass_by_pass(change):
+    target = random_model("llama")
+    draft = perturbed(target, 0.05)
+    change(draft)
+    engine = Engine(target, draft, spec=SpecConfig("draft_model", 3))
+    assert draft_model_of(engine)._single_call is None
+    engine.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=9))

@@ -329,3 +329,39 @@ def test_refuses_a_wrong_embedding_or_head():
         draft_chain(**call | {"weights": tuple(weights)})
     with pytest.raises(ValueError, match="hidden_cache: expected a row for each of 64 slots"):
         draft_chain(**call | {"hidden_cache": call["hidden_cache"][1:]})
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_refuses_positions_beyond_32_bits(backend):
+    call = one_sequence(chain(torch.float32), 0) | {"cos": None, "sin": None, "sliding_window": 8}
+    slot = torch.zeros(3, 1, KV_HEADS, HEAD_SIZE)
+    pages = slot.expand(3, 2**30, KV_HEADS, HEAD_SIZE)
+    call |= {"key_caches": [pages] * 2, "value_caches": [pages] * 2}
+    call |= {"block_table": ints([0, 1, 2]), "context_lens": ints(2**31 - 1)}
+    with pytest.raises(ValueError, match=r"num_tokens: expected room for as many positions"):
+        draft_chain(**call, backend=backend)
+    assert not slot.any()
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_tiny_thresholds_are_on(backend):
+    call = chain(torch.float32) | {"confidence_threshold": 1e-50}
+    call["weights"] = call["weights"]._replace(head_bias=torch.full((VOCAB,), torch.nan))
+    assert draft_chain(**call, backend=backend)[1].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_no_sequences_are_checked_as_well(backend):
+    call = one_sequence(chain(torch.float32), 0)
+    per_sequence = "block_table", "context_lens", "num_tokens", "uniform_samples", *SAMPLING
+    call |= {name: call[name][:0] for name in per_sequence} | {"cu_rows": ints(0)}
+    with pytest.raises(ValueError, match="cu_rows"):
+        draft_chain(**call, backend=backend)
+
+
+def test_tokens_that_a_pass_overwrites_are_refused():
+    call = chain(torch.float32)
+    tokens = call["key_caches"][0].fill_(0).view(torch.int32).flatten()
+    call["weights"] = call["weights"]._replace(head_tokens=tokens[32 * BLOCK :][:COLUMNS])
+    with pytest.raises(ValueError, match="head_tokens"):
+        draft_chain(**call)

@@ -19,6 +19,7 @@ WRITTEN = {
     "store_kv": ("key_cache", "value_cache"),
     "compact_kv": ("key_caches", "value_caches"),
     "decoder_layers": ("key_caches", "value_caches", "kept_caches"),
+    "draft_chain": ("key_caches", "value_caches", "hidden_cache"),
 }
 WITH_BACKENDS = [(op, backend) for op in CALLS for backend in backends_of(op)]
 

@@ -1,5 +1,6 @@
 """Reference of the op that drafts: the passes of a small decoder that reads what it draws."""
 
+from math import log
 from typing import NamedTuple
 
 import torch
@@ -104,7 +105,7 @@ def draft_chain(
         drawn[drafting, step], logits[drafting, step] = tokens, found
         chain_logprobs[drafting] += logprobs
         if confidence_threshold > 0:
-            is_unsure = ~(chain_logprobs[drafting].exp() >= confidence_threshold)
+            is_unsure = ~(chain_logprobs[drafting] >= log(confidence_threshold))
             num_drawn[drafting[is_unsure]] = step + 1
         goes_on = num_drawn[drafting] > step + 1
         drafting, token_ids = drafting[goes_on], tokens[goes_on].clamp(min=0).long()
