@@ -11,8 +11,8 @@ import fastspec_kernels
 from fastspec_kernels import library
 from fastspec_kernels.reference.rng import gumbel
 
+from .border_cases import CALLS
 from .cases import backends_of
-from .test_border import CALLS
 
 WRITTEN = {
     "penalize": ("logits",),

@@ -16,7 +16,7 @@ PROGRAM = """
 import os
 import torch
 import fastspec_kernels
-from tests.kernels.test_border import CALLS
+from tests.kernels.border_cases import CALLS
 
 torch.set_num_threads(4)
 before = len(os.listdir("/proc/self/task"))

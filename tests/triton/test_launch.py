@@ -14,7 +14,7 @@ from fastspec_kernels import triton as ops  # noqa: E402
 from fastspec_kernels.triton import launch  # noqa: E402
 from fastspec_kernels.triton.attention_kernels import attention_kernel  # noqa: E402
 
-from ..kernels.test_border import CALLS  # noqa: E402
+from ..kernels.border_cases import CALLS  # noqa: E402
 
 SECOND = torch.device("cuda", 1)
 
