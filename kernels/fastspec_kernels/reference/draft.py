@@ -1,6 +1,5 @@
 """Reference of the op that drafts: the passes of a small decoder that reads what it draws."""
 
-from math import log
 from typing import NamedTuple
 
 import torch
@@ -75,6 +74,7 @@ def draft_chain(
     drawn = token_ids.new_full((batch, num_steps), -1, dtype=torch.int32)
     logits = norm.new_zeros((batch, num_steps, num_columns))
     num_drawn, chain_logprobs = num_tokens.clone(), uniform_samples.new_zeros(batch)
+    least_logprob = torch.tensor(confidence_threshold, dtype=torch.float64).log().item()
     drafting = torch.arange(batch, device=device)  # [B'], the sequences that go on
     for step in range(num_steps):
         if not len(drafting):
@@ -105,7 +105,7 @@ def draft_chain(
         drawn[drafting, step], logits[drafting, step] = tokens, found
         chain_logprobs[drafting] += logprobs
         if confidence_threshold > 0:
-            is_unsure = ~(chain_logprobs[drafting] >= log(confidence_threshold))
+            is_unsure = ~(chain_logprobs[drafting] >= least_logprob)
             num_drawn[drafting[is_unsure]] = step + 1
         goes_on = num_drawn[drafting] > step + 1
         drafting, token_ids = drafting[goes_on], tokens[goes_on].clamp(min=0).long()
