@@ -74,7 +74,7 @@ def draft_chain(
     drawn = token_ids.new_full((batch, num_steps), -1, dtype=torch.int32)
     logits = norm.new_zeros((batch, num_steps, num_columns))
     num_drawn, chain_logprobs = num_tokens.clone(), uniform_samples.new_zeros(batch)
-    least_logprob = torch.tensor(confidence_threshold, dtype=torch.float64).log().item()
+    least_logprob = uniform_samples.new_tensor(confidence_threshold, dtype=torch.float64).log()
     drafting = torch.arange(batch, device=device)  # [B'], the sequences that go on
     for step in range(num_steps):
         if not len(drafting):
