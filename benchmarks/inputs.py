@@ -1,6 +1,7 @@
 """Inputs of the sampling benchmarks: logits of three kinds, sampling parameters, drafts, trees."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -98,6 +99,24 @@ def _draw(rows, values, num, replacement, generator):
     # The floor lets siblings be drawn without replacement where fewer tokens are left.
     places = probs.clamp_min(1e-20).multinomial(num, replacement, generator=generator)
     return ids.gather(1, places).int()
+
+
+def layer_weights(
+    sizes: tuple[int, int, int, int, int], random: Callable[..., Tensor]
+) -> dict[str, Tensor]:
+    """The `LayerWeights` of a plain layer with random matrices.
+
+    sizes: of the hidden state, of the feed-forward block, query heads, KV heads, head size.
+    """
+    size, hidden, heads, kv_heads, head_size = sizes
+    queries, keys = heads * head_size, kv_heads * head_size
+    shapes = {"query_weight": (queries, size), "key_weight": (keys, size)}
+    shapes |= {"value_weight": (keys, size), "output_weight": (size, queries)}
+    shapes |= {"gate_weight": (hidden, size), "up_weight": (hidden, size)}
+    shapes |= {"down_weight": (size, hidden)}
+    matrices = {name: random(*shape) for name, shape in shapes.items()}
+    norm = torch.ones(size, dtype=matrices["down_weight"].dtype)
+    return matrices | {"attention_norm": norm, "mlp_norm": norm}
 
 
 def binary_tree(num_nodes: int) -> Tensor:

@@ -13,7 +13,7 @@ from fastspec_kernels import (
     sample,
 )
 
-from .inputs import BACKENDS
+from .inputs import BACKENDS, layer_weights
 
 SIZE, HIDDEN, HEADS, KV_HEADS, HEAD_SIZE, COLUMNS = 576, 1536, 9, 3, 64, 8192
 CONTEXT, BLOCK, STEPS, EPS = 128, 16, 3, 1e-6
@@ -29,23 +29,12 @@ def test_draft_chain(compare, num_layers, dtype, backend):
     def random(*shape):
         return (torch.randn(*shape, generator=generator) / shape[-1] ** 0.5).to(dtype)
 
-    queries, keys = HEADS * HEAD_SIZE, KV_HEADS * HEAD_SIZE
-    shapes = {"query_weight": (queries, SIZE), "key_weight": (keys, SIZE)}
-    shapes |= {"value_weight": (keys, SIZE), "output_weight": (SIZE, queries)}
-    shapes |= {"gate_weight": (HIDDEN, SIZE), "up_weight": (HIDDEN, SIZE)}
-    shapes |= {"down_weight": (SIZE, HIDDEN)}
-    one = torch.ones(SIZE, dtype=dtype)
+    sizes = SIZE, HIDDEN, HEADS, KV_HEADS, HEAD_SIZE
 
     def model():
-        layers = [
-            LayerWeights(
-                attention_norm=one,
-                mlp_norm=one,
-                **{name: random(*shape) for name, shape in shapes.items()},
-            )
-            for _ in range(num_layers)
-        ]
-        return DraftWeights(random(COLUMNS, SIZE), layers, one, random(COLUMNS, SIZE))
+        layers = [LayerWeights(**layer_weights(sizes, random)) for _ in range(num_layers)]
+        ends = random(COLUMNS, SIZE), random(COLUMNS, SIZE)
+        return DraftWeights(ends[0], layers, torch.ones(SIZE, dtype=dtype), ends[1])
 
     models = [model() for _ in range(NUM_MODELS)]
     caches = [

@@ -16,7 +16,7 @@ from fastspec_kernels import (
     rms_norm,
 )
 
-from .inputs import BACKENDS
+from .inputs import BACKENDS, layer_weights
 
 ROWS = [1, 5, 16]
 # (size, hidden) of one layer and how many layers share the run, so that weights leave the caches.
@@ -133,17 +133,8 @@ def test_decoder_layers(compare, rows, dtype, backend):
     def random(*shape):
         return (torch.randn(*shape, generator=generator) / shape[-1] ** 0.5).to(dtype)
 
-    queries, keys = heads * head_size, kv_heads * head_size
-    shapes = {"query_weight": (queries, size), "key_weight": (keys, size)}
-    shapes |= {"value_weight": (keys, size), "output_weight": (size, queries)}
-    shapes |= {"gate_weight": (hidden, size), "up_weight": (hidden, size)}
-    shapes |= {"down_weight": (size, hidden)}
-    layers = [
-        {name: random(*shape) for name, shape in shapes.items()}
-        | {"attention_norm": torch.ones(size, dtype=dtype)}
-        | {"mlp_norm": torch.ones(size, dtype=dtype)}
-        for _ in range(num_layers)
-    ]
+    sizes = size, hidden, heads, kv_heads, head_size
+    layers = [layer_weights(sizes, random) for _ in range(num_layers)]
     floats = [weight.view(torch.float32) for layer in layers for weight in layer.values()]
     caches = [random(CONTEXT // 16, 16, kv_heads, head_size) for _ in range(2)]
     angles = torch.randn(rows, head_size // 2, generator=generator).repeat(1, 2)

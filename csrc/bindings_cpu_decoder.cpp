@@ -268,13 +268,13 @@ std::tuple<Tensor, Tensor, Tensor> draft_chain(
   call.has_threshold = confidence_threshold > 0;
   call.least_logprob = static_cast<float>(std::log(confidence_threshold));
   Tensor drawn = new_tensor({batch, call.num_steps}, ScalarType::Int);
-  Tensor counts = new_tensor({batch}, ScalarType::Int);
+  Tensor num_drawn = new_tensor({batch}, ScalarType::Int);
   Tensor logits = new_tensor({batch, keeps_logits ? call.num_steps : 0, num_columns}, type);
   call.out_token_ids = drawn.mutable_data_ptr<int32_t>();
-  call.out_num_drawn = counts.mutable_data_ptr<int32_t>();
+  call.out_num_drawn = num_drawn.mutable_data_ptr<int32_t>();
   call.out_logits = keeps_logits ? logits.mutable_data_ptr() : nullptr;
   cpu::draft_chain(std::move(call));
-  return {drawn, counts, logits};
+  return {drawn, num_drawn, logits};
 }
 
 }  // namespace

@@ -96,7 +96,9 @@ class DraftChain {
       attention.context_lens = context_lens_.data();
       attention.cu_rows = cu_rows_.data();
       layer.store.slot_mapping = slots_.data();
-      if (rotary_size_ > 0) layer.cos = cos_.data(), layer.sin = sin_.data();
+      if (rotary_size_ == 0) continue;
+      layer.cos = cos_.data();
+      layer.sin = sin_.data();
       layer.cos_stride = layer.sin_stride = rotary_size_;
     }
   }
@@ -173,7 +175,7 @@ class DraftChain {
       logprobs_[sequence] += picked_logprobs_[b];
       int32_t& count = call_.out_num_drawn[sequence];
       const bool is_sure = !call_.has_threshold || logprobs_[sequence] >= call_.least_logprob;
-      if (!is_sure) count = std::min(count, static_cast<int32_t>(step + 1));
+      if (!is_sure) count = static_cast<int32_t>(step + 1);
       if (count <= step + 1) continue;
       const float* state = &hidden_[(cu_rows_[b + 1] - 1) * size_];
       std::copy_n(state, size_, &hidden_[kept * size_]);  // kept <= b <= that row

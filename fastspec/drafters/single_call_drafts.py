@@ -23,6 +23,8 @@ class SingleCallDrafts:
 
     def __init__(self, runner: ModelRunner, parts: ChainParts, num_columns: int):
         self._runner, self._parts, self._num_columns = runner, parts, num_columns
+        caches = [runner.caches[layer] for layer in parts.layers]
+        self._caches = [keys for keys, _ in caches], [values for _, values in caches]
         self._weights = weights = parts.weights
         if weights.head.dtype == torch.uint8:  # the op takes no more tiles than columns need
             tiles = -(-num_columns // PACKED_TILE)
@@ -66,12 +68,10 @@ class SingleCallDrafts:
         packed = device_tensor(narrow, torch.int32, runner.device)
         sizes = batch, batch + 1, batch, batch * width
         context_lens, cu_rows, num_tokens, block_table = packed.split(sizes)
-        caches = [runner.caches[layer] for layer in parts.layers]
         token_ids, num_drawn, logits = draft_chain(
             device_tensor(input_ids, torch.int64, runner.device),
             self._weights,
-            [keys for keys, _ in caches],
-            [values for _, values in caches],
+            *self._caches,
             block_table.view(batch, width),
             context_lens,
             cu_rows,

@@ -132,6 +132,8 @@ class ChainParts:
             return None
         linear, tokens = head, None
         if type(head) is ReducedHead:
+            if not is_plain(head):
+                return None
             linear, tokens = head.linear, head.token_ids.int()
             if head.is_spread:  # over all columns, which the op can do only if it changes nothing
                 if tokens.tolist() != [*range(head.out_features)]:
@@ -141,8 +143,6 @@ class ChainParts:
         if packed is not None and bias is not None:
             bias = bias.detach().float().contiguous()
         if not is_plain(embed) or not (packed is not None or is_plain_linear(linear)):
-            return None
-        if type(head) is ReducedHead and not is_plain(head):
             return None
         norm_weights = [cast(Tensor, each.weight) for each in norms]
         plain = [embed.weight, *norm_weights, *([linear.weight] if packed is None else [])]
