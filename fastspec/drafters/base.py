@@ -149,7 +149,7 @@ class Batch:
         num_draft_tokens: proposals wanted for each, 0..num_speculative_tokens; for a tree, on its
             longest path.
         max_nodes: maximum tree nodes of each request; for chains, its num_draft_tokens.
-        num_speculative_tokens: K, the columns of a proposal of chains.
+        num_speculative_tokens: K, the most columns of a proposal of chains.
         backend: backend of the kernels.
         own_limits: K of each request, if some ask for less; it selects random numbers.
         is_coupled: tokens are drawn by numbers tied to their position in the text, so drafts drawn
@@ -225,12 +225,13 @@ class Proposal:
     """Draft tokens of a batch, one chain or one tree per request.
 
     Attributes:
-        token_ids: [B, K] int32; -1 after the last proposal of a chain, or for no token in a tree.
-        parents: [B, K] int32, None = chains. Node 0 of a tree is the last committed token, node
+        token_ids: [B, N] int32, for chains with N <= K; -1 after the last proposal of a chain, or
+            for no token in a tree.
+        parents: [B, N] int32, None = chains. Node 0 of a tree is the last committed token, node
             i + 1 is token_ids[:, i], and parents[:, i] < i + 1 is its parent.
         draft_logits: logits that the tokens were sampled from under the request's own sampling
-            parameters, with V' up to the target's vocabulary: [B, K, V'], row i for token i of a
-            chain; [B, K + 1, V'], row i for the children of node i of a tree. None if the tokens
+            parameters, with V' up to the target's vocabulary: [B, N, V'], row i for token i of a
+            chain; [B, N + 1, V'], row i for the children of node i of a tree. None if the tokens
             are point masses, that is, chosen by a deterministic rule (argmax, the k most probable,
             a match in the text).
         num_tokens: proposals in each row, for a drafter that knows them without waiting for the
@@ -285,7 +286,8 @@ def check_proposal(proposal: Any, batch: Batch, vocab_size: int) -> None:
         raise ValueError(f"propose: expected a Proposal, got {type(proposal).__name__}")
     num_requests, num = len(batch.requests), batch.num_speculative_tokens
     is_chain = proposal.parents is None
-    width = num if is_chain else getattr(proposal.token_ids, "shape", [0])[-1]
+    width = (*getattr(proposal.token_ids, "shape", ()), 0, 0)[1]
+    width = min(width, num) if is_chain else width
     shape = (num_requests, width)
     _check_tensor("token_ids", proposal.token_ids, shape, {torch.int32}, batch)
     if is_chain and proposal.sibling_rule is not None:
@@ -409,8 +411,8 @@ class NoDrafter:
     name = "none"
 
     def propose(self, batch: Batch) -> Proposal:
-        shape = len(batch.requests), batch.num_speculative_tokens
-        return Proposal(torch.full(shape, -1, dtype=torch.int32, device=batch.device))
+        shape = len(batch.requests), 0
+        return Proposal(torch.empty(shape, dtype=torch.int32, device=batch.device))
 
     def commit(self, batch: Batch, accepted: list[int]) -> None:
         """Do nothing; there is nothing to learn."""

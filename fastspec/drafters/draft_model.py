@@ -114,11 +114,9 @@ class DraftModelDrafter:
             columns of `vocabulary`; and the number of tokens of each text.
         """
         device, backend = uniforms.device, self.runner.paged_model.backend
-        token_ids = torch.full(uniforms.shape, -1, dtype=torch.int32, device=device)
-        draft_logits = None
+        token_ids = draft_logits = None
         num_draft_tokens = [*num_draft_tokens]  # lowered for drafts that end early
         drafting = [b for b, num in enumerate(num_draft_tokens) if num]
-        chain_logprobs = torch.zeros(len(num_draft_tokens), dtype=torch.float32, device=device)
         has_rules = any(request.rules is not None for request in requests)
         path = self._path(requests, texts, uniforms.shape[1]) if has_rules else None
         ranks = self.runner.paged_model.ranks
@@ -144,17 +142,17 @@ class DraftModelDrafter:
                 inputs = unread, spans, wanted, row_sampling, own
                 drafts = whole_drafts.write(*inputs, self._threshold, keeps_logits)
                 if drafts is not None:
-                    drawn, draft_logits, num_drawn = drafts
-                    width = drawn.shape[1]
-                    token_ids[chosen, :width] = drawn
-                    if draft_logits is not None and draft_logits.shape[:2] != token_ids.shape:
-                        shape = *token_ids.shape, draft_logits.shape[2]
-                        all_logits = draft_logits.new_zeros(shape)
-                        all_logits[chosen, :width] = draft_logits
-                        draft_logits = all_logits
+                    token_ids, draft_logits, num_drawn = drafts
+                    if token_ids.shape != uniforms.shape:
+                        token_ids = _in_rows(token_ids, chosen, uniforms.shape, -1)
+                        if draft_logits is not None:
+                            draft_logits = _in_rows(draft_logits, chosen, uniforms.shape, 0)
                     for b, count in zip(drafting, num_drawn, strict=True):
                         num_draft_tokens[b] = count
                     break
+            if token_ids is None:
+                token_ids = torch.full(uniforms.shape, -1, dtype=torch.int32, device=device)
+                chain_logprobs = torch.zeros(len(uniforms), dtype=torch.float32, device=device)
             rows = [end - 1 for end in accumulate(span.count for span in spans)]
             logits = self.runner.forward(step_ids, spans, rows)[:, : self._vocab_size]
             if path is not None:
@@ -187,6 +185,8 @@ class DraftModelDrafter:
         for request, text, num in zip(requests, texts, num_draft_tokens, strict=True):
             if num:
                 self._num_cached[request.request_id] = len(text) + num - 1
+        if token_ids is None:
+            token_ids = torch.full(uniforms.shape, -1, dtype=torch.int32, device=device)
         return token_ids, draft_logits, num_draft_tokens
 
     def read(
@@ -290,6 +290,13 @@ class DraftModelDrafter:
             self.runner.prefill(late_ids, late_spans)
         self._filled.update((b, tenancy(b)) for b in filling)
         return unread, spans
+
+
+def _in_rows(part: Tensor, chosen: slice | Tensor, shape: Sequence[int], fill: int) -> Tensor:
+    """Return [*shape, ...] with `part` as the first columns of the chosen rows; elsewhere fill."""
+    whole = part.new_full((*shape, *part.shape[2:]), fill)
+    whole[chosen, : part.shape[1]] = part
+    return whole
 
 
 def draft_model_of(drafter: Drafter | None) -> DraftModelDrafter | None:

@@ -127,7 +127,7 @@ class GraphedDrafts:
         if chain.replay is None:
             return None
         token_ids, logits = chain.replay()
-        token_ids = token_ids[: len(spans), :num_steps]
+        token_ids = token_ids[: len(spans), :num_steps].clone()
         if min(counts) < num_steps:
             ends_before = chain.lengths[: len(spans), None] <= chain.columns[:num_steps]
             token_ids.masked_fill_(ends_before, -1)

@@ -74,7 +74,13 @@ class SuffixFirst:
         ]
         depths = [num or 0 for num in asked]
         proposal = self._drafted(batch, depths) if any(depths) else self._nothing(batch)
-        return replace(self._with_copies(proposal, copied, batch), num_asked=asked)
+        logits, token_map = proposal.draft_logits, proposal.draft_token_map
+        if logits is not None and token_map is not None:
+            logits, token_map = self._with_columns(logits, token_map, copied)
+            proposal = replace(proposal, draft_logits=logits, draft_token_map=token_map)
+        if copied:
+            proposal = self._with_copies(proposal, copied, batch)
+        return replace(proposal, num_asked=asked)
 
     def commit(self, batch: Batch, accepted: list[int]) -> None:
         self.model.commit(batch, accepted)
@@ -130,19 +136,18 @@ class SuffixFirst:
     def _with_copies(
         self, proposal: Proposal, copied: dict[int, Sequence[int]], batch: Batch
     ) -> Proposal:
-        """Put copies in the rows of some requests, and widen the proposal as the engine expects."""
+        """Put copies in the rows of some requests; chains all get the same width, which compiled
+        kernels may depend on."""
         token_ids, parents, device = proposal.token_ids, proposal.parents, batch.device
         lengths = [len(copy) for copy in copied.values()]
         most = batch.num_speculative_tokens
-        width = most if parents is None else max(token_ids.shape[1], *lengths, 0)
+        width = most if parents is None else max(token_ids.shape[1], *lengths)
         missing = width - token_ids.shape[1]
         token_ids = pad(token_ids, (0, missing), value=-1)
         parents = None if parents is None else pad(parents, (0, missing), value=-1)
         draft_logits, token_map = proposal.draft_logits, proposal.draft_token_map
         if draft_logits is not None:
             draft_logits = pad(draft_logits, (0, 0, 0, missing))
-            if token_map is not None:
-                draft_logits, token_map = self._with_columns(draft_logits, token_map, copied)
             draft_logits = _with_point_masses(draft_logits, token_map, copied)
         counts, writers = list(proposal.num_tokens or ()), list(proposal.writers or ())
         for place, copy in copied.items():
@@ -157,7 +162,6 @@ class SuffixFirst:
             draft_logits=draft_logits,
             num_tokens=counts,
             writers=writers,
-            draft_token_map=token_map,
         )
 
     def _with_columns(
@@ -178,7 +182,9 @@ class SuffixFirst:
             columns = torch.arange(count, count + len(new), dtype=torch.int32, device=device)
             token_map[device_tensor(new, torch.int64, device)] = columns
         width = min(vocabulary.size, -(-(count + len(new)) // _VECTOR) * _VECTOR)
-        return pad(logits, (0, width - count), value=-torch.inf), token_map
+        if width > count:
+            logits = pad(logits, (0, width - count), value=-torch.inf)
+        return logits, token_map
 
 
 class SuffixFirstTrees(SuffixFirst):

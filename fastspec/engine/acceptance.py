@@ -43,18 +43,23 @@ def verify_drafts(
     Args:
         logits: [T, V], packed: counts[b] rows for request b.
         ids, parents: [B, N], node 0 is the last committed token; parents None = chains.
+
+    The token after the accepted ones is drawn by the number that follows those of K tokens, so it
+    does not depend on how many were proposed.
     """
     if spec.rejection_sample_method == "coupled":
         places = device_tensor(places_of(counts), torch.int64, batch.device)
         return verify_coupled(logits, places, ids, parents, batch, bitmask)
     cu_rows = device_tensor([*accumulate(counts, initial=0)], torch.int32, batch.device)
     most = batch.num_speculative_tokens
-    num = most if parents is None else ids.shape[1]
+    num = ids.shape[1] - (parents is None)
     rate = spec.synthetic_acceptance_rate  # it draws for greedy requests as well
     draw = batch.sampling_uniforms if rate is None else batch.uniforms
     uniforms = draw(max(num, most) + 1, VERIFY_STREAM)
-    if num != most or batch.own_limits is not None:
+    if batch.own_limits is not None or num > most:
         uniforms = _by_own_limits(uniforms, num, batch)
+    elif num < most:
+        uniforms = torch.cat([uniforms[:, :num], uniforms[:, most:]], dim=1)
     if rate is not None:
         synthetic = logits, cu_rows, proposal.token_ids, uniforms, rate
         return verify_synthetic(*synthetic, batch.sampling, bitmask, batch.backend)

@@ -36,7 +36,7 @@ class EagleRunner(ModelRunner):
         chunk_size: int,
         cuda_graphs: str = "off",
     ):
-        self._inputs_read = inputs
+        self._inputs_read = [half.view(-1, *half.shape[2:]) for half in inputs]  # by slot
         super().__init__(paged_model, num_blocks, block_size, chunk_size, cuda_graphs)
         size = paged_model.model.config.hidden_size
         shape = num_blocks * block_size + 1, size  # the last for rows without a slot, -1

@@ -1,6 +1,6 @@
 """EAGLE draft models: one decoder layer that reads its target's hidden states."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -24,7 +24,7 @@ from fastspec.models.flat import (
     linear_weights,
     run_layers,
 )
-from fastspec.models.layout import LAST_STATE, KVCache, PagedStep
+from fastspec.models.layout import LAST_STATE, PagedStep
 from fastspec.models.reduced_vocabulary import ReducedHead
 from fastspec.models.rotary import RotaryTable
 from fastspec.models.transfer import device_tensor
@@ -79,7 +79,7 @@ class PagedStates:
     """The hidden states that the T rows of one pass read and write.
 
     Attributes:
-        inputs: pages of the target's hidden states, one head per state.
+        inputs: [slots, L, E / 2], the halves of the target's hidden states, L for each token.
         own: [slots, E], hidden states of the draft.
         is_known: for each row, whether the target has read the token before the row's; a bool
             tensor [T] in captured passes and for token trees.
@@ -87,7 +87,7 @@ class PagedStates:
         row_slots: [T] int64, the slots of the rows.
     """
 
-    inputs: KVCache
+    inputs: Sequence[Tensor]
     own: Tensor
     is_known: list[bool] | Tensor
     slots: Tensor
@@ -101,8 +101,8 @@ class PagedStates:
                 return self.own.index_select(0, self.slots)[None]
             differs = not all(is_known)
             is_known = device_tensor(is_known, torch.bool, self.own.device) if differs else None
-        halves = [part.flatten(0, 1)[self.slots] for part in self.inputs]  # [T, L, E / 2]
-        fused = fuse(torch.cat(halves, dim=-1).flatten(1).to(self.own.dtype))
+        states = torch.cat([half.index_select(0, self.slots) for half in self.inputs], dim=-1)
+        fused = fuse(states.flatten(1).to(self.own.dtype))
         if is_known is not None:
             fused = torch.where(is_known[:, None], fused, self.own[self.slots])
         return fused[None]

@@ -362,7 +362,7 @@ def merge_kernel(
     whole = _empty_state(1, V)
     peak, total = tl.full([], float("-inf"), tl.float32), tl.full([], 0.0, tl.float32)
     mixed = tl.full([V.block_d], 0.0, tl.float32)
-    for group in tl.range(first // per_group, (end + per_group - 1) // per_group, num_stages=5):
+    for group in tl.range(first // per_group, (end + per_group - 1) // per_group, num_stages=3):
         for part in tl.static_range(PARTS):
             index = group * per_group + part
             there = (part < per_group) & (index >= first) & (index < end)
