@@ -187,6 +187,11 @@ WRONG = {
     "more than K": (lambda p: replace(p, token_ids=p.token_ids.repeat(1, 2)), "token_ids"),
     "too few rows": (lambda p: replace(p, token_ids=p.token_ids[:1]), "token_ids"),
     "one row": (lambda p: replace(p, token_ids=p.token_ids[0]), "token_ids"),
+    "a number": (lambda p: replace(p, token_ids=p.token_ids[0, 0]), "token_ids"),
+    "rows of unequal tokens and logits": (
+        lambda p: replace(_logits(p, 3, K, 8), token_ids=p.token_ids[:, :1]),
+        "draft_logits",
+    ),
     "short writers": (_short_writers, "writers"),
     "writers of too few": (lambda p: replace(p, writers=[["a"] * K]), "writers"),
     "short counts": (lambda p: replace(p, num_tokens=[1]), "num_tokens"),
