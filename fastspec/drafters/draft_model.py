@@ -142,11 +142,16 @@ class DraftModelDrafter:
                 inputs = unread, spans, wanted, row_sampling, own
                 drafts = whole_drafts.write(*inputs, self._threshold, keeps_logits)
                 if drafts is not None:
-                    token_ids, draft_logits, num_drawn = drafts
-                    if token_ids.shape != uniforms.shape:
-                        token_ids = _in_rows(token_ids, chosen, uniforms.shape, -1)
-                        if draft_logits is not None:
-                            draft_logits = _in_rows(draft_logits, chosen, uniforms.shape, 0)
+                    drawn, drawn_logits, num_drawn = drafts
+                    token_ids, draft_logits = drawn, drawn_logits
+                    if drawn.shape != uniforms.shape:
+                        columns = slice(drawn.shape[1])
+                        token_ids = drawn.new_full(uniforms.shape, -1)
+                        token_ids[chosen, columns] = drawn
+                        if drawn_logits is not None:
+                            shape = *uniforms.shape, drawn_logits.shape[2]
+                            draft_logits = drawn_logits.new_zeros(shape)
+                            draft_logits[chosen, columns] = drawn_logits
                     for b, count in zip(drafting, num_drawn, strict=True):
                         num_draft_tokens[b] = count
                     break
@@ -290,13 +295,6 @@ class DraftModelDrafter:
             self.runner.prefill(late_ids, late_spans)
         self._filled.update((b, tenancy(b)) for b in filling)
         return unread, spans
-
-
-def _in_rows(part: Tensor, chosen: slice | Tensor, shape: Sequence[int], fill: int) -> Tensor:
-    """Return [*shape, ...] with `part` as the first columns of the chosen rows; elsewhere fill."""
-    whole = part.new_full((*shape, *part.shape[2:]), fill)
-    whole[chosen, : part.shape[1]] = part
-    return whole
 
 
 def draft_model_of(drafter: Drafter | None) -> DraftModelDrafter | None:
