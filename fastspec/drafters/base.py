@@ -42,8 +42,8 @@ class SamplingTensors(TypedDict):
     min_p: Tensor | None
 
 
-# What a draft model wrote by one launch or call, valid until it writes again: tokens [B, K] int32,
-# their logits [B, K, V'] if kept, and the number of tokens of each draft.
+# What a draft model wrote by one launch or call: tokens [B, N] int32, -1 after the last, their
+# logits [B, N, V'] if kept, and the number of tokens of each draft, at most N.
 Drafts = tuple[Tensor, Tensor | None, list[int]]
 
 
@@ -286,10 +286,10 @@ def check_proposal(proposal: Any, batch: Batch, vocab_size: int) -> None:
         raise ValueError(f"propose: expected a Proposal, got {type(proposal).__name__}")
     num_requests, num = len(batch.requests), batch.num_speculative_tokens
     is_chain = proposal.parents is None
-    width = (*getattr(proposal.token_ids, "shape", ()), 0, 0)[1]
-    width = min(width, num) if is_chain else width
-    shape = (num_requests, width)
-    _check_tensor("token_ids", proposal.token_ids, shape, {torch.int32}, batch)
+    _check_tensor("token_ids", proposal.token_ids, (num_requests, None), {torch.int32}, batch)
+    shape = _, width = proposal.token_ids.shape
+    if is_chain and width > num:
+        raise ValueError(f"token_ids: expected at most {num} columns, got {width}")
     if is_chain and proposal.sibling_rule is not None:
         raise ValueError(f"sibling_rule: expected None for chains, got {proposal.sibling_rule!r}")
     if not is_chain:
@@ -302,11 +302,10 @@ def check_proposal(proposal: Any, batch: Batch, vocab_size: int) -> None:
         if proposal.sibling_rule != "target_only" and proposal.draft_logits is None:
             raise ValueError(f"draft_logits: expected for {proposal.sibling_rule}, got None")
     if proposal.draft_logits is not None:
-        columns = getattr(proposal.draft_logits, "shape", [0])[-1]
-        rows = (num_requests, width if is_chain else width + 1, columns)
+        rows = (num_requests, width if is_chain else width + 1, None)
         floats = {torch.float32, torch.bfloat16, torch.float16}
         _check_tensor("draft_logits", proposal.draft_logits, rows, floats, batch)
-        if not 1 <= columns <= vocab_size:
+        if not 1 <= (columns := proposal.draft_logits.shape[-1]) <= vocab_size:
             expected = f"at most the target's {vocab_size} columns"
             raise ValueError(f"draft_logits: expected {expected}, got {columns}")
     if (token_map := proposal.draft_token_map) is not None:
@@ -345,12 +344,17 @@ def check_proposal(proposal: Any, batch: Batch, vocab_size: int) -> None:
 
 
 def _check_tensor(
-    name: str, value: Any, shape: tuple[int, ...], dtypes: set[torch.dtype], batch: Batch
+    name: str, value: Any, shape: tuple[int | None, ...], dtypes: set[torch.dtype], batch: Batch
 ) -> None:
+    """Check a tensor of a proposal; None in its shape is any size."""
     if not isinstance(value, Tensor):
         raise ValueError(f"{name}: expected a tensor, got {type(value).__name__}")
-    if tuple(value.shape) != shape:
-        raise ValueError(f"{name}: expected shape {list(shape)}, got {list(value.shape)}")
+    if value.layout is not torch.strided or value.is_nested:
+        raise ValueError(f"{name}: expected a dense tensor, got a sparse or nested one")
+    pairs = zip(value.shape, shape, strict=False)
+    if value.dim() != len(shape) or any(size not in (given, None) for given, size in pairs):
+        sizes = ", ".join("*" if size is None else str(size) for size in shape)
+        raise ValueError(f"{name}: expected shape [{sizes}], got {list(value.shape)}")
     if value.dtype not in dtypes:
         expected = " or ".join(sorted(str(dtype) for dtype in dtypes))
         raise ValueError(f"{name}: expected {expected}, got {value.dtype}")

@@ -74,10 +74,9 @@ class SuffixFirst:
         ]
         depths = [num or 0 for num in asked]
         proposal = self._drafted(batch, depths) if any(depths) else self._nothing(batch)
-        logits, token_map = proposal.draft_logits, proposal.draft_token_map
-        if logits is not None and token_map is not None:
-            logits, token_map = self._with_columns(logits, token_map, copied)
-            proposal = replace(proposal, draft_logits=logits, draft_token_map=token_map)
+        if proposal.draft_logits is not None:
+            columns = self._with_columns(proposal.draft_logits, proposal.draft_token_map, copied)
+            proposal = replace(proposal, draft_logits=columns[0], draft_token_map=columns[1])
         if copied:
             proposal = self._with_copies(proposal, copied, batch)
         return replace(proposal, num_asked=asked)
@@ -136,8 +135,8 @@ class SuffixFirst:
     def _with_copies(
         self, proposal: Proposal, copied: dict[int, Sequence[int]], batch: Batch
     ) -> Proposal:
-        """Put copies in the rows of some requests; chains all get the same width, which compiled
-        kernels may depend on."""
+        """Put copies in the rows of some requests; chains are widened to K columns, so that kernels
+        are compiled for two widths at most."""
         token_ids, parents, device = proposal.token_ids, proposal.parents, batch.device
         lengths = [len(copy) for copy in copied.values()]
         most = batch.num_speculative_tokens
@@ -165,23 +164,26 @@ class SuffixFirst:
         )
 
     def _with_columns(
-        self, logits: Tensor, token_map: Tensor, copied: dict[int, Sequence[int]]
-    ) -> tuple[Tensor, Tensor]:
+        self, logits: Tensor, token_map: Tensor | None, copied: dict[int, Sequence[int]]
+    ) -> tuple[Tensor, Tensor | None]:
         """Return logits [B, N, V'] with added columns for copied tokens that lack one; their map.
 
         Rows are padded to whole vectors, so columns for other requests' copies change no bit of
-        their sums.
+        their sums. Without a map, a draft model may lack the last tokens of its target.
         """
         count, device = logits.shape[2], logits.device
-        is_own = token_map is self._vocabulary.token_map
-        vocabulary = self._vocabulary if is_own else self._least_vocabulary
         copies = {token for copy in copied.values() for token in copy}
-        new = sorted(token for token in copies if not vocabulary.knows(token))
-        if new:
-            token_map = token_map.clone()
-            columns = torch.arange(count, count + len(new), dtype=torch.int32, device=device)
-            token_map[device_tensor(new, torch.int64, device)] = columns
-        width = min(vocabulary.size, -(-(count + len(new)) // _VECTOR) * _VECTOR)
+        least = max(count, 1 + max(copies, default=0))
+        if token_map is not None:
+            is_own = token_map is self._vocabulary.token_map
+            vocabulary = self._vocabulary if is_own else self._least_vocabulary
+            new = sorted(token for token in copies if not vocabulary.knows(token))
+            least = count + len(new)
+            if new:
+                token_map = token_map.clone()
+                columns = torch.arange(count, least, dtype=torch.int32, device=device)
+                token_map[device_tensor(new, torch.int64, device)] = columns
+        width = min(self._vocabulary.size, -(-least // _VECTOR) * _VECTOR)
         if width > count:
             logits = pad(logits, (0, width - count), value=-torch.inf)
         return logits, token_map
@@ -220,14 +222,8 @@ def with_copies(plan: DrafterPlan, spec: SpecConfig) -> DrafterPlan:
 def _with_point_masses(
     logits: Tensor, token_map: Tensor | None, copied: dict[int, Sequence[int]]
 ) -> Tensor:
-    """Make the rows of copies in logits [B, N, V'] point masses.
-
-    Without a map, a draft model may lack the last tokens of its target, which a copy may contain.
-    """
+    """Make the rows of copies in logits [B, N, V'] point masses."""
     device = logits.device
-    if token_map is None:
-        highest = max((max(copy) for copy in copied.values()), default=0)
-        logits = pad(logits, (0, max(0, highest + 1 - logits.shape[2])), value=-torch.inf)
     for place, copy in copied.items():
         columns = device_tensor(copy, torch.int64, device)
         if token_map is not None:

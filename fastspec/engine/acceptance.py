@@ -44,8 +44,8 @@ def verify_drafts(
         logits: [T, V], packed: counts[b] rows for request b.
         ids, parents: [B, N], node 0 is the last committed token; parents None = chains.
 
-    The token after the accepted ones is drawn by the number that follows those of K tokens, so it
-    does not depend on how many were proposed.
+    The token after the accepted ones is drawn by the number after those of K tokens, so it does not
+    depend on how many were proposed.
     """
     if spec.rejection_sample_method == "coupled":
         places = device_tensor(places_of(counts), torch.int64, batch.device)
@@ -58,7 +58,7 @@ def verify_drafts(
     uniforms = draw(max(num, most) + 1, VERIFY_STREAM)
     if batch.own_limits is not None or num > most:
         uniforms = _by_own_limits(uniforms, num, batch)
-    elif num < most:
+    elif num < most:  # the same numbers, without a copy from the host
         uniforms = torch.cat([uniforms[:, :num], uniforms[:, most:]], dim=1)
     if rate is not None:
         synthetic = logits, cu_rows, proposal.token_ids, uniforms, rate
@@ -99,7 +99,8 @@ def places_of(counts: list[int]) -> tuple[list[int], list[int]]:
 
 
 def _by_own_limits(numbers: Tensor, num: int, batch: Batch) -> Tensor:
-    """Return [B, N + 1]: one number for each of N proposals, then the K-th, for the extra token.
+    """Return [B, N + 1]: one number for each of N proposals, and for the token after the accepted
+    ones the number after those of K tokens.
 
     K is the request's own, so its tokens do not depend on what else the batch proposes.
     """

@@ -24,7 +24,7 @@ from fastspec.engine.speculation import Speculation
 from fastspec.models.sharded import ADDRESS, Ranks, ranks_of
 from fastspec.models.transfer import device_tensor
 
-_HEAD = 6  # columns before the tokens of a packed proposal
+_HEAD = 7  # columns before the tokens of a packed proposal
 _ELSEWHERE = "drafter: failed on another rank; see the error there"
 
 
@@ -136,7 +136,7 @@ class SharedSpeculation(Speculation):
             shared[:, 1:] = torch.iinfo(shared.dtype).max
         shared = self._ranks.least_of(shared)
         rows = shared.tolist()
-        has_failed, tree_width, *_ = rows[0]
+        has_failed, is_tree, count, *_ = rows[0]
         if has_failed:
             if not self._has_failed:
                 super()._fail(RuntimeError(_ELSEWHERE), batch.requests)
@@ -148,10 +148,8 @@ class SharedSpeculation(Speculation):
             for request in batch.requests:
                 self.release(request)
         heads = zip(*(row[:_HEAD] for row in rows), strict=True)
-        _, _, limits, nodes, counts, asked = map(list, heads)
-        is_tree = tree_width >= 0
+        _, _, _, limits, nodes, counts, asked = map(list, heads)
         token_ids, parents = shared[:, _HEAD:].split(width, dim=1)
-        count = tree_width if is_tree else most
         proposal = Proposal(
             token_ids[:, :count].contiguous(),
             parents[:, :count].contiguous() if is_tree else None,
@@ -195,16 +193,17 @@ class SharedSpeculation(Speculation):
     def _packed(self, batch: Batch, proposal: Proposal, width: int) -> Tensor:
         """Pack everything that the target's pass depends on: [B, _HEAD + 2 * width] int32.
 
-        Columns: -1 if this rank has failed, the width of trees or -1, the wanted tokens, the wanted
-        nodes, the number proposed or -1, and for schedules the number requested of a draft model or
-        -1; then tokens; then parents.
+        Columns: -1 if this rank has failed, 1 for trees, the columns of the proposal, the wanted
+        tokens, the wanted nodes, the number proposed or -1, and for schedules the number requested
+        of a draft model or -1; then tokens; then parents.
         """
         num, ids = len(batch.requests), proposal.token_ids
         parents = ids if proposal.parents is None else proposal.parents
         asked = proposal.num_asked or batch.num_draft_tokens
         heads = [
             [-int(self._has_failed)] * num,
-            [-1 if proposal.parents is None else ids.shape[1]] * num,
+            [int(proposal.parents is not None)] * num,
+            [ids.shape[1]] * num,
             batch.num_draft_tokens,
             batch.max_nodes,
             [-1] * num if proposal.num_tokens is None else proposal.num_tokens,

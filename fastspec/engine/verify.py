@@ -91,7 +91,7 @@ def verify(
     if is_plain:  # the pass need not wait for `ids`
         logits = runner.forward(newest, spans)
     newest_ids = device_tensor(newest, torch.int32, batch.device)
-    ids = torch.cat([newest_ids[:, None], proposal.token_ids], dim=1)  # [B, 1 + K]
+    ids = torch.cat([newest_ids[:, None], proposal.token_ids], dim=1)  # [B, 1 + N]
     if parents is not None:
         parents = pad(parents.masked_fill(proposal.token_ids < 0, -1), (1, 0), value=-1)
     if not is_plain:

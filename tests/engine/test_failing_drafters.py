@@ -188,6 +188,8 @@ WRONG = {
     "too few rows": (lambda p: replace(p, token_ids=p.token_ids[:1]), "token_ids"),
     "one row": (lambda p: replace(p, token_ids=p.token_ids[0]), "token_ids"),
     "a number": (lambda p: replace(p, token_ids=p.token_ids[0, 0]), "token_ids"),
+    "no tensor of rows": (lambda p: replace(p, token_ids=p.token_ids.to_sparse()), "token_ids"),
+    "logits that are a number": (_logits, "draft_logits"),
     "rows of unequal tokens and logits": (
         lambda p: replace(_logits(p, 3, K, 8), token_ids=p.token_ids[:, :1]),
         "draft_logits",

@@ -34,13 +34,13 @@ class ThreadRanks(Ranks):
         self._own, self._other = queues[rank], queues[1 - rank]
 
     def least_of(self, values):
-        return torch.stack(self.all_of(values.clone())).amin(0)
+        return torch.stack(self._alike(values)).amin(0)
 
     def joined(self, values, dim):
         return torch.cat(self.all_of(values.clone()), dim)
 
     def of_first(self, values):
-        return self.all_of(values.clone())[0]
+        return self._alike(values)[0]
 
     def all_of(self, value):
         self._other.put(value)
@@ -49,6 +49,11 @@ class ThreadRanks(Ranks):
             self._own.put(None)
             raise RuntimeError("connection lost")
         return [other, value] if self.rank else [value, other]
+
+    def _alike(self, values):
+        values = self.all_of(values.clone())
+        assert values[0].shape == values[1].shape  # a real group would not notice
+        return values
 
     def leave(self):
         """As a process that ends."""
@@ -172,6 +177,31 @@ class Failing:
 
     def release(self, request):
         pass
+
+
+class Narrow(Failing):
+    """Proposes its token twice, in `width` columns."""
+
+    def __init__(self, width, token_id):
+        self._width, self._token_id = width, token_id
+
+    def propose(self, batch):
+        token_ids = torch.full((len(batch.requests), self._width), -1, dtype=torch.int32)
+        token_ids[:, :2] = self._token_id
+        return Proposal(token_ids)
+
+
+@pytest.mark.parametrize(("widths", "token_ids"), [((2, 4), (1, 1)), ((2, 2), (1, 2))])
+def test_proposals_have_the_columns_of_rank_0(both, widths, token_ids):
+    def run(here):
+        drafter = Narrow(widths[here.rank], token_ids[here.rank])
+        spec = SpecConfig(num_speculative_tokens=4)
+        engine = Engine(here.target, drafter, spec=spec, config=CONFIG)
+        return [texts(engine, temperature) for temperature in (0.0, 0.9)]
+
+    first, second = both(run)
+    assert first == second
+    assert isinstance(first, list), first
 
 
 @pytest.mark.parametrize("name", SPECS)

@@ -99,6 +99,26 @@ def test_a_copy_of_all_tokens_has_no_more_columns_than_they():
     assert output.stats.num_draft_tokens > 2 * output.stats.num_steps  # that is, copies
 
 
+def test_rows_are_whole_vectors_whether_or_not_something_is_copied():
+    """The order of a row's sum, and so its bits, must not depend on other requests' copies."""
+    target = random_model("llama", vocab_size=64, bos_token_id=0, eos_token_id=0)
+    draft = random_model("llama", seed=5, vocab_size=57, bos_token_id=0, eos_token_id=0)
+    engine = Engine(target, draft, spec=SpecConfig("draft_model", 2, **COPIES))
+    propose, widths = engine.drafter.propose, {True: set(), False: set()}
+
+    def measured(batch):
+        proposal = propose(batch)
+        has_copies = any("suffix" in names for names in proposal.writers)
+        widths[has_copies].add(proposal.draft_logits.shape[2])
+        return proposal
+
+    engine.drafter.propose = measured
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=8, ignore_eos=True)
+    engine.generate([[1, 2, 3], [*[7, 61, 9] * 4, 7]], params)
+    engine.generate([[1, 2, 3]], params)
+    assert widths == {True: {64}, False: {64}}
+
+
 def test_no_model_runs_where_all_is_copied():
     target = random_model("llama")
     engine = Engine(target, perturbed(target, 0.2), spec=SpecConfig("draft_model", 2, **COPIES))
