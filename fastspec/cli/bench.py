@@ -69,7 +69,8 @@ def bench(
     if models.draft is None and method.needs_draft:
         models = replace(models, draft=own_draft(models.target, method.name))
         if models.draft is None and not spec.copies_target:
-            raise ValueError("draft: a --target of your own needs a draft model")
+            needs = f"method {method.name} needs a draft model, and {models.target} comes with none"
+            raise ValueError(f"draft: {needs}; give one, or a --method that drafts without")
     drafts = models.drafts(method.name) or []
     drafts = drafts if isinstance(drafts, list) else [drafts]
     costs = None

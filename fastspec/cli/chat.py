@@ -241,12 +241,12 @@ class Chat:
         self.console.print(Text(told, style="dim"))
 
     def _compare(self, speeds: dict[str, float]) -> None:
-        """The gain of each answer over the target's."""
+        """The speed of each answer relative to the target's."""
         plain = speeds.pop("target", None)
         for name, speed in speeds.items():
             if plain:
-                gain = 100 * (speed / plain - 1)
-                self.console.print(Text(f"{name}: {gain:+.0f} % over the target", style="bold"))
+                told = f"{name}: {speed / plain:.2f}x the target's speed"
+                self.console.print(Text(told, style="bold"))
 
     def _drafting_engine(self) -> "Engine":
         from fastspec.engine.engine import Engine

@@ -83,9 +83,7 @@ class ServeConfig(Options):
         "Maximum number of new tokens that a request may ask for.",
         "A chat that gives no number gets this many, or what the model has room for.",
     )
-    max_n: int = option(
-        8, integer(1), "Maximum texts per request: its prompts times its n or best_of."
-    )
+    max_n: int = option(8, integer(1), "Maximum number of texts per request (prompts times n).")
     request_timeout: float = option(
         600.0,
         _SECONDS,

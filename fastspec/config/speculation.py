@@ -502,7 +502,9 @@ class SpecConfig(Options):
         is_plain = not method_named(self.method).proposes
         for name in sorted(FIELDS_OF_METHODS | (FIELDS_OF_DRAFTS if is_plain else set())):
             if not self._reads(name) and not self.is_default(name):
-                refuse(name, getattr(self, name), f"not for method {self.method!r}")
+                is_of_vllm = self.method == "ngram" and name in LOOKUP_FIELDS
+                hint = " (vLLM's is prompt_lookup here)" if is_of_vllm else ""
+                refuse(name, getattr(self, name), f"not for method {self.method!r}{hint}")
         fits = not is_plain or self.rejection_sample_method != "block"
         expected = f"'standard' or 'coupled' for method {self.method!r}"
         require("rejection_sample_method", self.rejection_sample_method, fits, expected)

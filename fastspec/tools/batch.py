@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
+from difflib import get_close_matches
 from functools import partial
 from multiprocessing import AuthenticationError, get_context, resource_tracker
 from multiprocessing.connection import Client, Connection, Listener, wait
@@ -60,6 +61,7 @@ def _letters(name: str) -> str:
 
 
 _MEANT = {_letters(name): name for name in _OPTIONS | _NOT_OF_ROWS}
+_CLOSE = 0.9  # similarity of max_token to max_tokens: 0.94
 
 
 @dataclass(frozen=True)
@@ -166,8 +168,8 @@ def _check_row(place: str, row: Any, params: SamplingParams) -> None:
         if name in row:
             raise ValueError(f"{place}: {name}: reserved for the answer; rename this field")
     for name in row:
-        meant = _MEANT.get(_letters(name), name)
-        if name != meant:
+        meant = get_close_matches(_letters(name), _MEANT, 1, _CLOSE)
+        if meant and name != (meant := _MEANT[meant[0]]):
             raise ValueError(f"{place}: {name}: expected {meant}; rename this field if not meant")
         if name in _NOT_OF_ROWS:
             raise ValueError(f"{place}: {name}: cannot be set in a row")

@@ -192,7 +192,8 @@ def _joined_ids(joined: Any, where: str) -> list[int]:
 def _from_tensors(text: str, where: str) -> list[StoredOutput]:
     starts = [match.start() for match in re.finditer(r"tensor\(", text)]
     if text[: starts[0] if starts else None].strip(" \t\r\n,["):
-        raise ValueError(f"{where}, line 1: expected a printed tensor, tensor([[...]])")
+        known = "JSON lines of --save-outputs, ids joined by '_', or printed tensors"
+        raise ValueError(f"{where}, line 1: expected {known}")
     outputs = []
     for start, end in pairwise([*starts, len(text)]):
         line = f"{where}, line {text.count(chr(10), 0, start) + 1}"

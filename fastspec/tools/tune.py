@@ -215,7 +215,8 @@ class Planner:
         for length, pairs in samples.items():
             if len(pairs) < 2:
                 raise ValueError(
-                    f"max_tokens: too few to measure {length} draft tokens twice; use more prompts"
+                    f"max_tokens: too few to time steps with {length} draft tokens twice:"
+                    f" {self.max_tokens} for each of {len(self._prompts)} prompts; use more of either"
                 )
             measurement.draft_seconds[length] = _typical([draft for draft, _ in pairs])
             measurement.verify_seconds[length] = _typical([verify for _, verify in pairs])

@@ -90,6 +90,7 @@ def test_rows_have_options_of_their_own(job, tmp_path):
         ("response_format", {}, "line 2: response_format: cannot be set in a row"),
         ("max_completion_tokens", 3, "line 2: max_completion_tokens: cannot be set in a row"),
         ("top_P", 0.5, "line 2: top_P: expected top_p"),
+        ("max_token", 3, "line 2: max_token: expected max_tokens"),
         ("maxTokens", 3, "line 2: maxTokens: expected max_tokens"),
         ("top-logprobs", 3, "line 2: top-logprobs: expected top_logprobs"),
         ("score", float("inf"), "line 2: score: expected only finite numbers"),

@@ -41,7 +41,7 @@ def test_answers_are_compared_with_the_target(talk):
     assert (first, second) == ("speculative", "target")
     assert text == same
     assert re.search(r"acceptance rate \d\.\d\d, \d\.\d\d tokens per step", shown)
-    assert re.search(r"speculative: [+-]\d+ % over the target", shown)
+    assert re.search(r"speculative: \d+\.\d\dx the target's speed", shown)
     assert "<draft>" in shown
     assert len(answers(shown)) == 2
 
@@ -64,7 +64,7 @@ def test_all_ways_to_answer(talk):
     assert [*ways] == ["ngram", "drafter", "target"]
     assert "<draft>" in shown.partition("[drafter]")[2].partition("[target]")[0]
     assert ways["ngram"] == ways["target"]
-    assert shown.count("over the target") == 2
+    assert shown.count("x the target's speed") == 2
 
 
 @pytest.mark.parametrize("options", [[], ["--max-n-spec-tokens", "5"]])

@@ -252,6 +252,10 @@ def test_wrong_options(field, options):
 def test_options_of_other_methods():
     with pytest.raises(ValueError, match=r"^prompt_lookup_max: not for method 'draft_model'"):
         SpecConfig("draft_model", prompt_lookup_max=3)
+    with pytest.raises(
+        ValueError, match=r"^prompt_lookup_max: .* \(vLLM's is prompt_lookup here\)"
+    ):
+        SpecConfig("ngram", prompt_lookup_max=3)
     with pytest.raises(ValueError, match=r"^prompt_lookup_num_tokens: "):
         SpecConfig("draft_model", prompt_lookup_num_tokens=3)
     with pytest.raises(ValueError, match=r"^bigram_path: not for method"):
