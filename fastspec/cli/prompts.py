@@ -43,8 +43,8 @@ class PromptOptions(Options):
     chat: bool = option(
         False,
         BOOL,
-        "Wrap each prompt in the tokenizer's chat template; bundled prompts, if the command has any,"
-        " are then questions, coding tasks, and texts to summarise or edit.",
+        "Wrap each prompt in the tokenizer's chat template; bundled prompts, if the command has"
+        " any, are then questions, coding tasks, and texts to summarise or edit.",
     )
 
     def or_bundled(self, usual: int) -> list[str]:

@@ -216,7 +216,7 @@ class Planner:
             if len(pairs) < 2:
                 raise ValueError(
                     f"max_tokens: too few to time steps with {length} draft tokens twice:"
-                    f" {self.max_tokens} for each of {len(self._prompts)} prompts; use more of either"
+                    f" {self.max_tokens} for each of {len(self._prompts)} prompts; use more"
                 )
             measurement.draft_seconds[length] = _typical([draft for draft, _ in pairs])
             measurement.verify_seconds[length] = _typical([verify for _, verify in pairs])
