@@ -149,7 +149,8 @@ class Engine:
                 and semantics of its `generate`: fields that are None are those of the model's own
                 config, greedy unless do_sample, max_length includes the prompt.
         Raises:
-            ValueError: a prompt or parameter cannot be used; no request has been started.
+            ValueError: a prompt or parameter cannot be used, which of several is said at the end;
+                no request has been started.
         """
         prompt_list = as_prompt_list(prompts)
         if generation_config is not None:
@@ -458,7 +459,14 @@ class Engine:
     def _open(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[str]:
         """Queue requests whose events go to an inbox, and return their ids."""
         with self._turn:
-            requests = [self._build(*pair) for pair in zip(prompts, params, strict=True)]
+            requests = []
+            for place, pair in enumerate(zip(prompts, params, strict=True)):
+                try:
+                    requests.append(self._build(*pair))
+                except ValueError as error:
+                    if len(prompts) == 1:
+                        raise
+                    raise ValueError(f"{error} (prompts[{place}])") from error
             request_ids = [samples[0].public_id for samples in requests]
             self._loop.inboxes |= {request_id: deque() for request_id in request_ids}
             for place, samples in enumerate(requests):

@@ -81,6 +81,8 @@ def test_one_prompt_of_any_form(engine, prompt):
         ({"input_ids": IDS, "attention_mask": [[1, 2, 1], [1, 1, 1]]}, "attention_mask: .* 1s"),
         ({"input_ids": IDS, "attention_mask": [[1, 1], [1, 1]]}, "attention_mask: .* the shape"),
         ({"input_ids": [5, 6], "attention_mask": [0, 0]}, "prompt: is empty"),
+        ([[1, 2], []], r"prompt: is empty \(prompts\[1\]\)"),
+        (np.array([[1, 2], [3, -4]]), r"prompt: token id -4 is not in .* \(prompts\[1\]\)"),
     ],
     ids=str,
 )
