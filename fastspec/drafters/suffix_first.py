@@ -173,8 +173,9 @@ class SuffixFirst:
         """
         count, device = logits.shape[2], logits.device
         copies = {token for copy in copied.values() for token in copy}
-        least = max(count, 1 + max(copies, default=0))
-        if token_map is not None:
+        if token_map is None:
+            least = max(count, 1 + max(copies, default=0))
+        else:
             is_own = token_map is self._vocabulary.token_map
             vocabulary = self._vocabulary if is_own else self._least_vocabulary
             new = sorted(token for token in copies if not vocabulary.knows(token))

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from difflib import get_close_matches
-from functools import partial
+from functools import lru_cache, partial
 from multiprocessing import AuthenticationError, get_context, resource_tracker
 from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
@@ -62,6 +62,13 @@ def _letters(name: str) -> str:
 
 _MEANT = {_letters(name): name for name in _OPTIONS | _NOT_OF_ROWS}
 _CLOSE = 0.9  # similarity of max_token to max_tokens: 0.94
+
+
+@lru_cache  # rows repeat their names, and a comparison with all options takes a while
+def _meant(name: str) -> str:
+    """The option whose name is close to that of a field; the field's own if there is none."""
+    found = get_close_matches(_letters(name), _MEANT, 1, _CLOSE)
+    return _MEANT[found[0]] if found else name
 
 
 @dataclass(frozen=True)
@@ -168,8 +175,7 @@ def _check_row(place: str, row: Any, params: SamplingParams) -> None:
         if name in row:
             raise ValueError(f"{place}: {name}: reserved for the answer; rename this field")
     for name in row:
-        meant = get_close_matches(_letters(name), _MEANT, 1, _CLOSE)
-        if meant and name != (meant := _MEANT[meant[0]]):
+        if name != (meant := _meant(name)):
             raise ValueError(f"{place}: {name}: expected {meant}; rename this field if not meant")
         if name in _NOT_OF_ROWS:
             raise ValueError(f"{place}: {name}: cannot be set in a row")
