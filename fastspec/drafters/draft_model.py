@@ -12,6 +12,7 @@ from fastspec.drafters.base import (
     DRAFT_STREAM,
     Batch,
     Drafter,
+    Drafts,
     Proposal,
     Request,
     SamplingTensors,
@@ -110,56 +111,83 @@ class DraftModelDrafter:
             coupled_keys: [2, B] int64, seeds and lengths, to draw tokens by position instead; texts
                 are then only the committed tokens.
         Returns:
-            Tokens [B, K] int32, -1 after the last one; their logits [B, K, V'] if kept, in the
+            Tokens [B, N <= K] int32, -1 after the last one; their logits [B, N, V'] if kept, in the
             columns of `vocabulary`; and the number of tokens of each text.
         """
-        device, backend = uniforms.device, self.runner.paged_model.backend
-        token_ids = draft_logits = None
-        num_draft_tokens = [*num_draft_tokens]  # lowered for drafts that end early
         drafting = [b for b, num in enumerate(num_draft_tokens) if num]
-        has_rules = any(request.rules is not None for request in requests)
-        path = self._path(requests, texts, uniforms.shape[1]) if has_rules else None
-        ranks = self.runner.paged_model.ranks
-        num_rows = [int(num > 0) for num in num_draft_tokens]
-        unread, spans = self._unread(requests, texts, num_rows)
-        step_ids: Tensor | list[int] = unread
         random_inputs = {"uniforms": uniforms}
         if coupled_keys is not None:
             seeds, lengths = coupled_keys
             random_inputs |= {"seeds": seeds, "lengths": lengths}
-        least_logprob = log(self._threshold) if self._threshold else -inf
+        places: slice | Tensor = slice(None)
+        if len(drafting) < len(texts):
+            places = device_tensor(drafting, torch.int64, uniforms.device)
+            sampling = sampling_of_rows(sampling, places)
+            random_inputs = {name: value[places] for name, value in random_inputs.items()}
+        own_requests, own_texts = [requests[b] for b in drafting], [texts[b] for b in drafting]
+        counts = [num_draft_tokens[b] for b in drafting]
+        unread, spans = self._unread(own_requests, own_texts, [1] * len(drafting))
+        drafts = None
         whole_drafts = self._single_call if self.runner.graphs is None else self._graphed
-        for step in range(max(num_draft_tokens, default=0)):
+        has_rules = any(request.rules is not None for request in own_requests)
+        inputs = unread, spans, counts, sampling, random_inputs
+        is_usual = not has_rules and self.runner.paged_model.ranks is None
+        if drafting and is_usual and whole_drafts is not None:
+            drafts = whole_drafts.write(*inputs, self._threshold, keeps_logits)
+        if drafts is None:
+            drafts = self._write_by_passes(own_requests, own_texts, *inputs, keeps_logits)
+        token_ids, draft_logits, counts = drafts
+        for request, text, count in zip(own_requests, own_texts, counts, strict=True):
+            self._num_cached[request.request_id] = len(text) + count - 1
+        if len(drafting) == len(texts):
+            return drafts
+        num_drafted = [0] * len(texts)
+        for b, count in zip(drafting, counts, strict=True):
+            num_drafted[b] = count
+        shape = len(texts), token_ids.shape[1]
+        whole_ids, whole_logits = token_ids.new_full(shape, -1), None
+        whole_ids[places] = token_ids
+        if draft_logits is not None:
+            whole_logits = draft_logits.new_zeros((*shape, draft_logits.shape[2]))
+            whole_logits[places] = draft_logits
+        return whole_ids, whole_logits, num_drafted
+
+    def _write_by_passes(
+        self,
+        requests: list[Request],
+        texts: list[list[int]],
+        input_ids: Tensor | list[int],
+        spans: list[Span],
+        counts: list[int],
+        sampling: SamplingTensors,
+        random_inputs: dict[str, Tensor],
+        keeps_logits: bool,
+    ) -> Drafts:
+        """Do what `GraphedDrafts.write` does in one go, for any requests and on any device.
+
+        requests, texts: see `write`; the spans are what is unread of the texts, and counts >= 1.
+        """
+        device, backend = self.runner.device, self.runner.paged_model.backend
+        ranks = self.runner.paged_model.ranks
+        shape = len(texts), max(counts, default=0)
+        token_ids = torch.full(shape, -1, dtype=torch.int32, device=device)
+        chain_logprobs = torch.zeros(len(texts), dtype=torch.float32, device=device)
+        draft_logits = path = None
+        if any(request.rules is not None for request in requests):
+            path = self._path(requests, texts, shape[1])
+        least_logprob = log(self._threshold) if self._threshold else -inf
+        counts = [*counts]  # lowered for drafts that end early
+        drafting = [*range(len(texts))]
+        for step in range(shape[1]):
             if not drafting:
                 break
             chosen, row_sampling = slice(None), sampling
-            if len(drafting) < len(num_draft_tokens):
+            if len(drafting) < len(texts):
                 chosen = device_tensor(drafting, torch.int64, device)
                 row_sampling = sampling_of_rows(sampling, chosen)
             own = {name: value[chosen] for name, value in random_inputs.items()}
-            if step == 0 and whole_drafts is not None and not has_rules and ranks is None:
-                wanted = [num for num in num_draft_tokens if num]
-                inputs = unread, spans, wanted, row_sampling, own
-                drafts = whole_drafts.write(*inputs, self._threshold, keeps_logits)
-                if drafts is not None:
-                    drawn, drawn_logits, num_drawn = drafts
-                    token_ids, draft_logits = drawn, drawn_logits
-                    if drawn.shape != uniforms.shape:
-                        columns = slice(drawn.shape[1])
-                        token_ids = drawn.new_full(uniforms.shape, -1)
-                        token_ids[chosen, columns] = drawn
-                        if drawn_logits is not None:
-                            shape = *uniforms.shape, drawn_logits.shape[2]
-                            draft_logits = drawn_logits.new_zeros(shape)
-                            draft_logits[chosen, columns] = drawn_logits
-                    for b, count in zip(drafting, num_drawn, strict=True):
-                        num_draft_tokens[b] = count
-                    break
-            if token_ids is None:
-                token_ids = torch.full(uniforms.shape, -1, dtype=torch.int32, device=device)
-                chain_logprobs = torch.zeros(len(uniforms), dtype=torch.float32, device=device)
             rows = [end - 1 for end in accumulate(span.count for span in spans)]
-            logits = self.runner.forward(step_ids, spans, rows)[:, : self._vocab_size]
+            logits = self.runner.forward(input_ids, spans, rows)[:, : self._vocab_size]
             if path is not None:
                 nodes = [len(texts[b]) - len(requests[b].token_ids) + step for b in drafting]
                 places = device_tensor([drafting, nodes], torch.int64, device)
@@ -172,27 +200,22 @@ class DraftModelDrafter:
                 path[places[0], places[1] + 1] = picked
             if keeps_logits:
                 if draft_logits is None:
-                    draft_logits = logits.new_zeros((*uniforms.shape, logits.shape[1]))
+                    draft_logits = logits.new_zeros((*shape, logits.shape[1]))
                 draft_logits[chosen, step] = logits
-            if self._threshold is not None and max(num_draft_tokens) > step + 1:
+            if self._threshold is not None and step + 1 < shape[1]:
                 chain_logprobs[chosen] += logprobs
                 is_sure = chain_logprobs[chosen] >= least_logprob
                 is_sure = (is_sure if ranks is None else ranks.of_first(is_sure.int())).tolist()
                 for b, sure in zip(drafting, is_sure, strict=True):
                     if not sure:
-                        num_draft_tokens[b] = step + 1
-            keep = [place for place, b in enumerate(drafting) if num_draft_tokens[b] > step + 1]
+                        counts[b] = step + 1
+            keep = [place for place, b in enumerate(drafting) if counts[b] > step + 1]
             if 0 < len(keep) < len(drafting):
                 picked = picked[device_tensor(keep, torch.int64, device)]
             drafting = [drafting[place] for place in keep]
             spans = [spans[p].part(spans[p].start + spans[p].count, 1) for p in keep]
-            step_ids = picked.clamp(min=0).to(torch.int64)
-        for request, text, num in zip(requests, texts, num_draft_tokens, strict=True):
-            if num:
-                self._num_cached[request.request_id] = len(text) + num - 1
-        if token_ids is None:
-            token_ids = torch.full(uniforms.shape, -1, dtype=torch.int32, device=device)
-        return token_ids, draft_logits, num_draft_tokens
+            input_ids = picked.clamp(min=0).to(torch.int64)
+        return token_ids, draft_logits, counts
 
     def read(
         self, requests: Sequence[Request], texts: list[list[int]], num_rows: list[int]

@@ -74,13 +74,14 @@ class GlideRunner(ModelRunner):
         if not is_reading:
             target_lens = [span.target_len for span in spans]
             lengths = device_tensor(target_lens, torch.int32, self.device)
-        step.target_view = self._view(step, lengths, is_causal=is_reading)
+        pages = step.block_table, lengths, step.cu_rows
+        step.target_view = PagedGlimpse(self._target_caches, *pages, is_reading, step.backend)
         return step
 
     def view_buffers(self, step: PagedStep) -> tuple[Tensor, ...]:
         """See `ModelRunner.view_buffers`: how many tokens of the target each sequence sees."""
         target_lens = torch.zeros_like(step.context_lens)
-        step.target_view = self._view(step, target_lens, is_causal=False)
+        self.set_draft_view(step, target_lens, target_lens, is_known=False)
         return (target_lens,)
 
     def view_values(self, spans: list[Span], parents: Tensor | None) -> tuple[Tensor, ...] | None:
@@ -100,11 +101,8 @@ class GlideRunner(ModelRunner):
     def set_draft_view(
         self, step: PagedStep, per_token: Tensor, per_sequence: Tensor, is_known: bool
     ) -> None:
-        step.target_view = self._view(step, per_sequence, is_causal=False)
-
-    def _view(self, step: PagedStep, lengths: Tensor, is_causal: bool) -> PagedGlimpse:
-        pages = step.block_table, lengths, step.cu_rows
-        return PagedGlimpse(self._target_caches, *pages, is_causal, step.backend)
+        pages = step.block_table, per_sequence, step.cu_rows
+        step.target_view = PagedGlimpse(self._target_caches, *pages, False, step.backend)
 
 
 def is_reading_prompt(spans: list[Span]) -> bool:
