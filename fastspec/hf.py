@@ -59,6 +59,7 @@ _DEFAULT_NGRAM_SIZE = 2
 # Inputs that `generate` prepares for a forward pass and the engine makes itself.
 _PREPARED = {
     "attention_mask",
+    "cache",
     "cache_params",
     "encoder_outputs",
     "logits_to_keep",

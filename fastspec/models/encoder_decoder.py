@@ -15,7 +15,7 @@ from transformers.cache_utils import EncoderDecoderCache
 
 from fastspec.models.blocks import blocks_needed
 from fastspec.models.layout import EncoderInput, KVCache, PagedStep
-from fastspec.models.paged_model import PagedModel, PassThroughCache, no_mask
+from fastspec.models.paged_model import PagedModel, PassThroughCache, cache_name, no_mask
 from fastspec.models.transfer import device_tensor
 from fastspec.models.twin import twin_of
 from fastspec_kernels import cross_attention, store_kv
@@ -66,6 +66,7 @@ class EncoderDecoderModel(PagedModel):
             block.layer[0].SelfAttention.is_causal = True  # umT5's is not before transformers 5.18
         layers = [block.layer[1].EncDecAttention for block in self.model.decoder.block]
         self._num_layers = len(layers)
+        self._cache_name = cache_name(model)
         self._encoder_cache = EncoderCache(layers, self.backend)
         # The model neither projects nor stores these: our attention reads the real ones.
         self._cache = EncoderDecoderCache(PassThroughCache(), _ReadyCache(layers))
@@ -86,9 +87,9 @@ class EncoderDecoderModel(PagedModel):
         logits = self.model(
             decoder_input_ids=input_ids[None],
             encoder_outputs=self._encoder_outputs,
-            past_key_values=self._cache,
             use_cache=False,
             t5_step=_t5_step(step, positions, *encoded),
+            **{self._cache_name: self._cache},
         ).logits[0]
         return logits if rows is None else logits[rows]
 

@@ -145,6 +145,11 @@ class PassThroughCache(Cache):
         return 0
 
 
+def cache_name(model: PreTrainedModel) -> str:
+    """Return the argument of a model's forward for its cache, which transformers 5.24 renamed."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
 class PagedModel:
     """A transformers decoder whose attention runs over pages; the given model is not modified.
 
@@ -224,7 +229,7 @@ class PagedModel:
         if self.recurrent is not None:
             self.recurrent.begin(step.spans)
         if self._takes_positions:
-            keep |= {"position_ids": positions[None], "past_key_values": self._cache}
+            keep |= {"position_ids": positions[None], self._cache_name: self._cache}
         running = _RUNNING.set(step)
         try:
             logits = self.model(
@@ -339,6 +344,7 @@ class PagedModel:
         parameters = inspect.signature(model.forward).parameters
         self._keeps_logits = "logits_to_keep" in parameters
         self._takes_positions = "position_ids" in parameters
+        self._cache_name = cache_name(model)
         self.model: Any = twin_of(model, ATTENTION_NAME).eval()
         # Layers with packed weights may not support a pass of none.
         self._head_needs_rows = not is_plain_linear(self.model.get_output_embeddings())

@@ -1,5 +1,6 @@
 """Rotary embeddings in packed passes: cached by position, or dependent on the text's length."""
 
+import inspect
 from functools import partial
 from typing import Any
 
@@ -138,5 +139,5 @@ class RotaryLengths:
 def _generate_rereads(model: Any) -> bool:
     """Whether `generate` drops the cache at original_max_position_embeddings, as Phi3's does."""
     name = "original_max_position_embeddings"
-    code = type(model).prepare_inputs_for_generation.__code__
-    return name in code.co_names and hasattr(model.config, name)
+    prepare: Any = inspect.unwrap(type(model).prepare_inputs_for_generation)
+    return name in prepare.__code__.co_names and hasattr(model.config, name)

@@ -185,6 +185,7 @@ def _compiled(function: Callable) -> Callable:
 
 def _with_compiled_rotation(forward: Callable) -> Callable | None:
     """Return a forward with a compiled rotation; None if it uses no rotation of that name."""
+    forward = inspect.unwrap(forward)  # of what renames arguments
     if not isinstance(forward, FunctionType) or _ROTATION not in forward.__code__.co_names:
         return None
     if (rotation := forward.__globals__.get(_ROTATION)) is None:

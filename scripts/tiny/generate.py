@@ -8,6 +8,7 @@ import torch
 from rich.progress import track
 from transformers import LlamaForCausalLM, StaticCache
 
+from fastspec.models.paged_model import cache_name
 from scripts.tiny.attention import use_shared_head_attention
 from scripts.tiny.optim import windows
 
@@ -53,7 +54,8 @@ def write_text(
     cache = StaticCache(config=model.config, max_cache_len=longest)
     token_ids, hidden, step = prompts, [], prompts
     for _ in range(new_tokens):
-        states = model.model(input_ids=step, past_key_values=cache).last_hidden_state
+        given = {cache_name(model.model): cache}
+        states = model.model(input_ids=step, **given).last_hidden_state
         hidden.append(states)
         logits = model.lm_head(states[:, -1]).float()
         step = _choose(logits, temperature, generator)

@@ -12,6 +12,7 @@ from transformers import LlamaForCausalLM
 from fastspec.config import SamplingParams, SpecConfig
 from fastspec.drafters.glide.dense import TopLayers
 from fastspec.engine.engine import Engine
+from fastspec.models.paged_model import cache_name
 from fastspec.train.glide_data import Lesson, Rows
 from fastspec.train.new_drafts import make_glide, make_matched
 from fastspec.train.options import TrainOptions
@@ -38,7 +39,8 @@ class StoredTarget:
         layers: list[list[Tensor]] = []
         for ids in rows.token_ids[:, :-1].split(_READ_ROWS):
             cache = TopLayers(target.config.num_hidden_layers, num_draft_layers)
-            states = target.model(input_ids=ids, past_key_values=cache, use_cache=True)
+            given = {cache_name(target.model): cache}
+            states = target.model(input_ids=ids, use_cache=True, **given)
             hidden.append(states.last_hidden_state.bfloat16())
             layers.append([part.bfloat16() for pair in cache.kept for part in pair])
         self._hidden = torch.cat(hidden)

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config, PhimoeConfig
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
+from fastspec.models.paged_model import cache_name
 
 from ..models import EOS_ID, VOCAB_SIZE, perturbed, random_model
 from .glide_models import random_glide
@@ -88,7 +89,7 @@ def rereading(model):
 
     def prepared(input_ids, **kwargs):
         inputs = prepare(input_ids, **kwargs)
-        if inputs.get("past_key_values") is None:
+        if inputs.get(cache_name(model)) is None:
             inputs = prepare(input_ids, **kwargs | {"next_sequence_length": None})
         return inputs
 

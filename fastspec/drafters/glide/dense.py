@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
-from fastspec.models.paged_model import PassThroughCache
+from fastspec.models.paged_model import PassThroughCache, cache_name
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def read_target(
         return [], target(**given, use_cache=False).logits
     num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
     cache = TopLayers(num_layers, num_draft_layers)
-    logits = target(**given, past_key_values=cache, use_cache=True).logits
+    logits = target(**given, **{cache_name(target): cache}, use_cache=True).logits
     if len(cache.kept) != num_draft_layers:
         raise ValueError(
             f"target: {type(target).__name__} gave keys of {len(cache.kept)} layers, but the draft"
