@@ -23,8 +23,14 @@ from fastspec.cli import (
     tune,
 )
 from fastspec.cli.errors import OneLineErrors
+from fastspec.cli.help import SectionedHelp
 
-app = typer.Typer(cls=OneLineErrors, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(
+    cls=OneLineErrors,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
 for command in (
     generate.generate,
     batch.batch,
@@ -37,7 +43,7 @@ for command in (
     fetch.fetch,
     info.info,
 ):
-    app.command()(command)
+    app.command(cls=SectionedHelp)(command)
 app.add_typer(train.app, name="train")
 
 

@@ -10,6 +10,8 @@ from typing import Any, cast
 import typer
 from typer.core import TyperGroup
 
+from fastspec.cli.help import WholeSummaries
+
 # typer carries its own copy of click since 0.2x; the base of its public error is the same in both.
 _CommandLineError = cast(type[typer.BadParameter], typer.BadParameter.__mro__[2])
 
@@ -29,7 +31,7 @@ _OPTIONS_OF_FIELDS = (  # the first of a field that the command has
 )
 
 
-class OneLineErrors(TyperGroup):
+class OneLineErrors(WholeSummaries):
     """A command group that reports errors without usage text or traceback."""
 
     def main(

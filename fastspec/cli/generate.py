@@ -34,7 +34,8 @@ def generate(
     prompts: Annotated[PromptOptions, Flags(shown={"num_prompts": "all"})],
     config_file: Config = None,
     prompt: Annotated[
-        list[str] | None, typer.Option(help="Text to continue; may be given several times.")
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="Text to continue; may be given several times."),
     ] = None,
     as_json: AsJson = False,
     show_sources: Annotated[

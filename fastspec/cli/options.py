@@ -7,7 +7,7 @@ from dataclasses import MISSING
 from functools import partial, wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
@@ -115,10 +115,13 @@ def _flag(config: type, option: Option, flags: Flags, known: dict[str, Method]) 
     prefix = f"{', '.join(takers)}: " if config is SpecConfig and 0 < len(takers) <= _FEW else ""
     default = flags.defaults.get(option.name, option.default)
     kind: Any = option.kind.flag_type
+    metavar = "JSON" if kind == "json" else option.metavar
+    if metavar is None and get_origin(kind) is list:  # one value each time that it is given
+        metavar = f"<{get_args(kind)[0].__name__}>"
     declared = typer.Option(
         *option.flags,
         help=prefix + option.help,
-        metavar="JSON" if kind == "json" else option.metavar,
+        metavar=metavar,
         show_default=flags.shown.get(option.name, True),
         rich_help_panel=_PANELS.get(config),
     )

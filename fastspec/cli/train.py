@@ -12,6 +12,7 @@ from rich.console import Console
 
 from fastspec.cli.display import number, progress_bar, table_of
 from fastspec.cli.errors import begin, usage_errors
+from fastspec.cli.help import SectionedHelp, WholeSummaries
 from fastspec.cli.options import FIXED_RUN, Flags, command, output_file
 from fastspec.cli.prompts import PromptOptions, tokenize_prompts, usual_prompts
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
@@ -30,10 +31,15 @@ _SECONDS_BETWEEN_LINES = 60.0
 _PROMPTS = 4  # of a data set or the bundled set, for shapes
 _OF_GLIDE = ("lookup_rows", "distillation", "store_target")
 
-app = typer.Typer(help="Train drafters on your own text.", no_args_is_help=True)
+app = typer.Typer(
+    cls=WholeSummaries,
+    help="Train drafters on your own text.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
 
 
-@app.command()
+@app.command(cls=SectionedHelp)
 @command
 def draft(
     models: _Target,
@@ -54,7 +60,7 @@ def draft(
     _train("plain", models.target, files, shape, settings, config, spec)
 
 
-@app.command()
+@app.command(cls=SectionedHelp)
 @command
 def glide(
     models: _Target,
@@ -77,7 +83,7 @@ def glide(
     _train(kind, models.target, files, shape, settings, config, spec)
 
 
-@app.command()
+@app.command(cls=SectionedHelp)
 @command
 def eagle3(
     models: _Target,
@@ -129,7 +135,7 @@ def eagle3(
     _report(files, record, report)
 
 
-@app.command()
+@app.command(cls=SectionedHelp)
 @command
 def bigram(
     files: Annotated[
@@ -168,7 +174,7 @@ def bigram(
     typer.echo(f"{out}: {len(tokenizer)} entries")
 
 
-@app.command()
+@app.command(cls=SectionedHelp)
 @command
 def texts(
     models: _Target,
@@ -200,7 +206,7 @@ def texts(
     typer.echo(f"{out}: {len(written)} texts")
 
 
-@app.command()
+@app.command(cls=SectionedHelp)
 @command
 def shapes(
     models: Annotated[Models, Flags("target", "threads")],

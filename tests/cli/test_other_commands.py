@@ -1,6 +1,7 @@
 """`fastspec demo`, `bench`, `info` and the group itself."""
 
 import json
+import re
 from collections.abc import Callable
 
 import pytest
@@ -319,6 +320,26 @@ def test_info(invoke):
 def test_every_option_is_explained(command):
     options = typer.main.get_command(app).commands[command].params
     assert [option.name for option in options if not (option.help or "").endswith(".")] == []
+
+
+def test_help_fits_80_columns_and_cuts_off_no_name(invoke):
+    commands = typer.main.get_command(app).commands
+    lines = [[], *([name] for name in commands)]
+    lines += [["train", name] for name in commands["train"].commands]
+    for line in lines:
+        text = invoke(*line, "--help").stdout
+        assert max(map(len, text.split("\n"))) <= 80
+        assert "\u2026" not in text
+        assert "list[int]" not in text
+        assert "list[str]" not in text
+    text, options = invoke("generate", "--help").stdout, commands["generate"].params
+    assert {name for option in options for name in (*option.opts, *option.secondary_opts)} <= {
+        name.strip(",") for name in text.split()
+    }
+    titles = re.findall(r"^(\w+):$", text, re.MULTILINE)
+    assert titles == ["Options", "Sampling", "Drafting", "Engine"]
+    for summary in ("with plain and speculative decoding, and compare both.", "decoding, batch 1"):
+        assert summary in " ".join(invoke("--help").stdout.split())
 
 
 def test_group(invoke):
