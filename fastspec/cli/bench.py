@@ -66,6 +66,7 @@ def bench(
         count = config.num_speculative_tokens or spec.num_model_tokens()
         spec = replace(spec, num_speculative_tokens=count)
     models.check(method.name)
+    prompts.check_template(models)
     if models.draft is None and method.needs_draft:
         models = replace(models, draft=own_draft(models.target, method.name))
         if models.draft is None and not spec.copies_target:
@@ -92,6 +93,7 @@ def bench(
     if measured.refused is not None:
         peer = "assisted generation" if spec.exit_layer is None else "early exit"
         note(f"Hugging Face's {peer} is left out: it fails with {measured.refused:.200}")
+    models.use_template(measured.tokenizer)
     ids = tokenize_prompts(measured.tokenizer, texts, prompts.chat)
     with progress_bar("runs") as bar:
         total = config.num_runs(len(ids), len(measured.by_name()))

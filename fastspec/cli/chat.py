@@ -17,7 +17,6 @@ from fastspec.cli.errors import begin, note, require_stdin
 from fastspec.cli.options import Config, Flags, command
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.checks import require
-from fastspec.serve.loading import Choices
 from fastspec.tools.settings import Models
 
 if TYPE_CHECKING:
@@ -55,16 +54,15 @@ def chat(
         SamplingParams,
         Flags("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", temperature=0.0),
     ],
-    choices: Annotated[Choices, Flags("chat_template", methods="")],
     spec: Annotated[SpecConfig, Flags()],
     config: Annotated[EngineConfig, Flags()],
     config_file: Config = None,
 ) -> None:
     """Chat with a model, and see what speculation does for each answer."""
-    served = choices.engine(models, spec, config)
+    models.check(spec.method)
     require_stdin()
     begin()
-    engine = served.load()
+    engine = models.engine(spec, config)
     from fastspec.models.named import own_draft
 
     drafts = models.drafts(spec.method) or own_draft(models.target, spec.method)

@@ -47,7 +47,7 @@ class Comparison:
 
 @command
 def demo(
-    models: Annotated[Models, Flags("target", "draft")],
+    models: Annotated[Models, Flags("target", "draft", "chat_template")],
     spec: Annotated[SpecConfig, Flags()],
     config: Annotated[EngineConfig, Flags("dtype", "device")],
     prompts: Annotated[PromptOptions, Flags("num_prompts", "chat", num_prompts=_PROMPTS)],
@@ -68,6 +68,7 @@ def demo(
     if not method_named(spec.method).chooses:
         drafting_method(spec.method)
     models.check(spec.method)
+    prompts.check_template(models)
     texts = prompts.or_bundled(_PROMPTS)
     begin()
     spec = spec.for_repeated_prompts()

@@ -52,8 +52,7 @@ class OneLineErrors(WholeSummaries):
         try:
             code = super().main(args, prog_name, complete_var, False, **extra)
         except _CommandLineError as error:
-            if message := error.format_message():  # none where help was shown instead
-                report(_as_typed(message, _command(self, typed), typed))
+            report(_as_typed(error.format_message(), _command(self, typed), typed))
             raise SystemExit(error.exit_code) from error
         except typer.Abort as error:
             report("aborted")

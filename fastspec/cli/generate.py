@@ -64,6 +64,7 @@ def generate(
     if save_outputs is not None:
         _check_stored(save_outputs, params, spec)
     models.check(spec.method)
+    prompts.check_template(models)
     texts = typed_prompts(prompt or [], prompts)
     begin()
     from fastspec.cli.printers import JsonPrinter, TextPrinter, run_and_print

@@ -13,6 +13,7 @@ from fastspec.config.files import first_json_line, parse_json_lines, read_text
 from fastspec.config.options import BOOL, PATH, TEXT, Options, documented, integer, option
 from fastspec.models.named import ASSETS
 from fastspec.tools.prompt_sets import load_prompts
+from fastspec.tools.settings import Models
 
 
 @documented
@@ -46,6 +47,11 @@ class PromptOptions(Options):
         "Wrap each prompt in the tokenizer's chat template; bundled prompts, if the command has"
         " any, are then questions, coding tasks, and texts to summarise or edit.",
     )
+
+    def check_template(self, models: Models) -> None:
+        """Refuse a chat template that no prompt would be wrapped in."""
+        if not self.chat:
+            refuse("chat_template", models.chat_template, "needs --chat")
 
     def or_bundled(self, usual: int) -> list[str]:
         """The prompts that are named, else bundled ones.

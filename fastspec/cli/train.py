@@ -31,12 +31,15 @@ _SECONDS_BETWEEN_LINES = 60.0
 _PROMPTS = 4  # of a data set or the bundled set, for shapes
 _OF_GLIDE = ("lookup_rows", "distillation", "store_target")
 
-app = typer.Typer(
-    cls=WholeSummaries,
-    help="Train drafters on your own text.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
+app = typer.Typer(cls=WholeSummaries, rich_markup_mode=None)
+
+
+@app.callback(invoke_without_command=True)
+def train(context: typer.Context) -> None:
+    """Train drafters on your own text."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit(2)
 
 
 @app.command(cls=SectionedHelp)
@@ -177,7 +180,7 @@ def bigram(
 @app.command(cls=SectionedHelp)
 @command
 def texts(
-    models: _Target,
+    models: Annotated[Models, Flags("target", "chat_template")],
     config: Annotated[EngineConfig, Flags("dtype", "device", "max_batch_size")],
     prompts: Annotated[PromptOptions, Flags("prompts_file")],
     params: Annotated[SamplingParams, Flags("max_tokens", max_tokens=192)],
@@ -209,7 +212,7 @@ def texts(
 @app.command(cls=SectionedHelp)
 @command
 def shapes(
-    models: Annotated[Models, Flags("target", "threads")],
+    models: Annotated[Models, Flags("target", "threads", "chat_template")],
     tried: Annotated[ShapesTried, Flags()],
     config: Annotated[EngineConfig, Flags("dtype", "device")],
     prompts: Annotated[PromptOptions, Flags(shown=usual_prompts(_PROMPTS))],
@@ -224,6 +227,7 @@ def shapes(
     None is trained: a draft costs the same whatever it proposes. From the costs, tune's throughput
     model predicts the acceptance rates at which a shape pays off.
     """
+    prompts.check_template(models)
     max_tokens, texts = params.max_tokens or 0, prompts.or_bundled(_PROMPTS)
     begin()
     from fastspec.tools.tune import Planner
@@ -231,6 +235,7 @@ def shapes(
 
     models.use_threads()
     tokenizer, model = _load(models.target, config, 0)
+    models.use_template(tokenizer)
     ids = tokenize_prompts(tokenizer, texts, prompts.chat)
     kind, method = ("glide", "glide") if glide else ("plain", "draft_model")
     spec = replace(spec, method=method)

@@ -188,6 +188,7 @@ def tune(
 
     One prompt at a time: the throughput model predicts each speed-up, then the choice is measured.
     """
+    prompts.check_template(models)
     target, max_tokens = models.target, params.max_tokens or 0
     draft = models.draft or options.own_draft(target)
     drafts = draft.split(",") if draft is not None else []
@@ -205,6 +206,7 @@ def tune(
     needs_drafts = any(method.needs_draft for method in methods)
     context = drafter_context(target_model, tokenizer, SpecConfig(), config)
     draft_models = [load_named_draft(name, context) for name in (drafts if needs_drafts else ())]
+    models.use_template(tokenizer)
     ids = tokenize_prompts(tokenizer, texts, prompts.chat)
     with progress_bar("runs") as bar:
         task = bar.add_task("measuring", total=len(ids) * (len(specs) + options.repeats))

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 from jinja2 import TemplateError
@@ -76,7 +77,7 @@ def chat_text(
         options: further arguments of the tokenizer's apply_chat_template.
     Raises:
         ValueError: there is no tokenizer or no template, a message is malformed or has parts that
-            are not text or more than that, or the template fails.
+            are not text or more than that, or the template fails or ignores the tools.
     """
     messages = [_template_message(message) for message in messages]
     if tokenizer is None:
@@ -86,13 +87,34 @@ def chat_text(
     if taken := {"self", "conversation", "messages"} & options.keys():
         raise ValueError(f"chat_template_kwargs: {min(taken)} is given by the messages")
     if tokenizer.chat_template is None and options.get("chat_template") is None:
-        raise ValueError("chat: the target's tokenizer has no chat template")
+        raise ValueError("chat: the target's tokenizer has no chat template; give a chat_template")
+    text = _rendered(tokenizer, messages, options)
+    require_unicode("messages", text)
+    if options.get("tools") and text == _rendered_without_tools(tokenizer, messages, options):
+        raise ValueError("tools: the chat template ignores them, so the model would not see them")
+    return text
+
+
+def _rendered_without_tools(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    options: Mapping[str, Any],
+) -> str | None:
+    """None if the template needs tools."""
+    with suppress(ValueError):
+        return _rendered(tokenizer, messages, {**options, "tools": None})
+    return None
+
+
+def _rendered(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    options: Mapping[str, Any],
+) -> str:
     try:
-        text = str(tokenizer.apply_chat_template(cast(Any, messages), tokenize=False, **options))
+        return str(tokenizer.apply_chat_template(cast(Any, messages), tokenize=False, **options))
     except _TEMPLATE_ERRORS as error:
         raise ValueError(f"messages: the chat template failed: {one_line(error)}") from error
-    require_unicode("messages", text)
-    return text
 
 
 def _template_message(message: Any) -> Mapping[str, Any]:

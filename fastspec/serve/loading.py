@@ -1,14 +1,12 @@
 """The engine of a server, with every drafter that requests can choose."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastspec.config import EngineConfig, SpecConfig
 from fastspec.config.checks import require
-from fastspec.config.files import read_text
 from fastspec.config.methods import method_named, methods
-from fastspec.config.options import PATH, TEXT, Options, documented, option
+from fastspec.config.options import TEXT, Options, documented, option
 from fastspec.tools.settings import Models
 
 if TYPE_CHECKING:
@@ -27,18 +25,12 @@ class Choices(Options):
         " --num-speculative-tokens. none can always be chosen.",
         metavar="NAMES",
     )
-    chat_template: str | Path | None = option(
-        None,
-        PATH,
-        "Jinja chat template to use instead of the tokenizer's own.",
-        metavar="FILE",
-    )
 
     def engine(self, models: Models, spec: SpecConfig, config: EngineConfig) -> "ServedEngine":
         """An engine to load, with its own drafter and those of other methods, by their names.
 
         Raises:
-            ValueError: an unknown name, or auto, which names no drafter; no such template.
+            ValueError: an unknown name, or auto, which names no drafter.
         """
         models.check(spec.method)
         known = tuple(name for name, method in methods().items() if not method.chooses)
@@ -55,9 +47,7 @@ class Choices(Options):
                     disable_by_batch_size=spec.disable_by_batch_size,
                     rejection_sample_method=spec.rule_beside,
                 )
-        file = self.chat_template
-        template = None if file is None else read_text("chat_template", Path(file))
-        return ServedEngine(models, spec, config, others, template)
+        return ServedEngine(models, spec, config, others)
 
 
 @dataclass(frozen=True)
@@ -66,22 +56,16 @@ class ServedEngine:
 
     Attributes:
         others: specs of further methods, by name.
-        chat_template: replaces the tokenizer's own.
     """
 
     models: Models
     spec: SpecConfig
     config: EngineConfig
     others: dict[str, SpecConfig]
-    chat_template: str | None = None
 
     def load(self) -> "Engine":
         """The engine; ValueError if it cannot be made."""
         engine = self.models.engine(self.spec, self.config)
-        if self.chat_template is not None:
-            if engine.tokenizer is None:
-                raise ValueError("chat_template: the target has no tokenizer")
-            engine.tokenizer.chat_template = self.chat_template
         own = engine.drafter.name if engine.drafter is not None else None
         for name, spec in self.others.items():
             if name != own:

@@ -156,7 +156,7 @@ def _what_decides(job: BatchJob, rows: list[dict[str, Any]]) -> list[Any]:
     """All that answers depend on."""
     names = ("dtype", "prompt_template", "max_model_len", "kv_cache_dtype")
     engine = {name: getattr(job.config, name) for name in names}
-    models = [job.models.target, repr(job.models.drafts(job.spec.method))]
+    models = [job.models.target, repr(job.models.drafts(job.spec.method)), job.models.template]
     return [rows, *models, repr(job.params), repr(job.spec), repr(engine)]
 
 

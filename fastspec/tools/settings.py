@@ -1,12 +1,15 @@
 """What commands pass to the tools: which models to use, what to time. Does not import torch."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
+from fastspec.config.files import read_text
 from fastspec.config.methods import method_named
 from fastspec.config.options import (
     BOOL,
+    PATH,
     TEXT,
     Options,
     choice,
@@ -25,7 +28,11 @@ if TYPE_CHECKING:
 @documented
 @dataclass(frozen=True)
 class Models(Options):
-    """The models of an engine by name, in this or another process."""
+    """The models of an engine by name, in this or another process.
+
+    Attributes:
+        template: the text of the file chat_template, which another machine may not have.
+    """
 
     target: str = option(
         "tiny",
@@ -44,6 +51,19 @@ class Models(Options):
     threads: int | None = option(
         None, integer(1, 1024), "Number of CPU threads; by default as many as torch chooses."
     )
+    chat_template: str | Path | None = option(
+        None,
+        PATH,
+        "Jinja chat template to use instead of the tokenizer's own.",
+        metavar="FILE",
+    )
+    template: str | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.chat_template is not None and self.template is None:
+            text = read_text("chat_template", Path(self.chat_template))
+            object.__setattr__(self, "template", text)
 
     def check(self, method: str) -> None:
         """Refuse a draft model that a method would not load."""
@@ -62,12 +82,21 @@ class Models(Options):
         if self.threads is not None:
             torch.set_num_threads(self.threads)
 
+    def use_template(self, tokenizer: Any) -> None:
+        """Give a tokenizer the chat template, if there is one."""
+        if self.template is not None:
+            if tokenizer is None:
+                raise ValueError("chat_template: the target has no tokenizer")
+            tokenizer.chat_template = self.template
+
     def engine(self, spec: SpecConfig, config: EngineConfig) -> "Engine":
         """An engine in this process; ValueError if it cannot be made."""
         from fastspec.engine.engine import Engine
 
         self.use_threads()
-        return Engine(self.target, self.drafts(spec.method), spec=spec, config=config)
+        engine = Engine(self.target, self.drafts(spec.method), spec=spec, config=config)
+        self.use_template(engine.tokenizer)
+        return engine
 
 
 @documented

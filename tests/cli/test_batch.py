@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Client
 from types import SimpleNamespace
@@ -219,6 +220,17 @@ def test_messages_are_a_conversation_and_a_prompt_is_a_text(job, tmp_path):
         "messages",
     ]
     assert "parts of type text" in errors[-1]
+
+
+def test_messages_in_a_template_of_ones_own(job, tmp_path, source):
+    (tmp_path / "quoted.jinja").write_text("<{{ messages[0].content }}>")
+    rows = [{"messages": [{"role": "user", "content": "hi"}]}, {"prompt": "<hi>"}]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    job = replace(job, models=replace(job.models, chat_template=tmp_path / "quoted.jinja"))
+    (tmp_path / "quoted.jinja").unlink()  # as on another machine
+    assert run_batch(job, tmp_path / "in.jsonl", tmp_path / "out.jsonl") == 0
+    wrapped, spelt_out = answers(tmp_path / "out.jsonl")
+    assert wrapped["token_ids"] == spelt_out["token_ids"]
 
 
 def test_halves_of_characters_stay_escapes(job, tmp_path):

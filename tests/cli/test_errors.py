@@ -125,7 +125,7 @@ def test_unusable_device(invoke, pair):
 def test_chat_without_a_template(invoke, pair):
     result = invoke("generate", *pair, *PROMPT, "--chat")
     assert result.exit_code == 2
-    assert "no chat template" in one_line(result)
+    assert "no chat template; give a --chat-template" in one_line(result)
 
 
 @pytest.mark.parametrize(

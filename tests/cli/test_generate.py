@@ -213,3 +213,16 @@ def test_chat_wraps_the_prompt(invoke, chat_pair):
     (spelt_out,) = records(invoke(*plain, "--prompt", "[user]hi"))
     assert wrapped["token_ids"] == spelt_out["token_ids"]
     assert wrapped["prompt"] == "hi"
+
+
+def test_a_chat_template_from_a_file(invoke, model_folders, tmp_path):
+    (tmp_path / "quoted.jinja").write_text("<{{ messages[0].content }}>")
+    plain = ["generate", "--target", model_folders["target"], "--max-tokens", "6", "--json"]
+    plain += GREEDY
+    given = ["--prompt", "hi", "--chat-template", tmp_path / "quoted.jinja"]
+    (wrapped,) = records(invoke(*plain, *given, "--chat"))
+    (spelt_out,) = records(invoke(*plain, "--prompt", "<hi>"))
+    assert wrapped["token_ids"] == spelt_out["token_ids"]
+    result = invoke(*plain, *given)
+    assert result.exit_code == 2
+    assert "--chat-template: needs --chat" in result.stderr

@@ -50,9 +50,13 @@ def test_chat_asks_the_bundled_questions(command, invoke, bundled, chat_pair, tm
     assert result.exit_code == 0, result.stderr
     if command is DEMO:
         assert "why" in result.stdout
-    result = invoke(*command, "--target", "tiny", "--chat", *extra)
+    asked = [*command, "--target", "tiny", *extra]
+    result = invoke(*asked, "--chat")
     assert result.exit_code == 2
     assert "--chat: the target's tokenizer has no chat template" in result.stderr
+    assert invoke(*asked, "--chat", "--chat-template", template).exit_code == 0
+    result = invoke(*asked, "--chat-template", template)
+    assert "--chat-template: needs --chat" in result.stderr
 
 
 def test_demo_notices_a_difference(invoke, bundled, monkeypatch):

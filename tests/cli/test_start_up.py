@@ -42,7 +42,10 @@ COMMAND_LINES = [
     ["serve", "--methods", "nope"],
     ["serve", "--methods", "auto"],
     ["serve", "--chat-template", "no-such.jinja"],
-    ["chat", "--chat-template", "no-such.jinja"],
+    *(
+        [command, "--chat-template", "no-such.jinja"]
+        for command in ("chat", "generate", "demo", "bench")
+    ),
     ["train", "glide", "--data", __file__, "--out", "x", "--rate", "nan"],
 ]
 ENTRY_POINTS = """

@@ -66,6 +66,9 @@ def test_what_the_template_is_told(engine):
     assert shown(engine, HI, GREEDY, chat_template_kwargs=style)[0].endswith("[assistant]short")
     other = {"chat_template": "{{ messages[0].content }}"}
     assert shown(engine, HI, GREEDY, chat_template_kwargs=other) == ["hi"]
+    needs_tools = {"chat_template": "{{ tools[0].name.upper() }}"}
+    options = {"tools": [{"name": "add"}], "chat_template_kwargs": needs_tools}
+    assert shown(engine, HI, GREEDY, **options) == ["ADD"]
 
 
 @pytest.mark.parametrize(
@@ -99,6 +102,11 @@ def test_what_the_template_is_told(engine):
             {"chat_template_kwargs": {"chat_template": "{{ raise_exception('roles') }}"}},
             "messages: the chat template failed: roles",
         ),
+        (
+            HI,
+            {"tools": [{"name": "add"}], "chat_template_kwargs": {"chat_template": "hi"}},
+            "tools: the chat template ignores them",
+        ),
     ],
 )
 def test_errors(engine, messages, options, message):
@@ -110,5 +118,5 @@ def test_errors(engine, messages, options, message):
 def test_no_tokenizer_or_no_template(model):
     with pytest.raises(ValueError, match="chat: messages need a tokenizer"):
         Engine(model).chat(HI, GREEDY)
-    with pytest.raises(ValueError, match="chat: the target's tokenizer has no chat template"):
+    with pytest.raises(ValueError, match="no chat template; give a chat_template"):
         Engine(model, tokenizer=byte_tokenizer()).chat(HI, GREEDY)
