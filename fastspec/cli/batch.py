@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from fastspec.cli.display import progress_bar
+from fastspec.cli.display import counted, progress_bar
 from fastspec.cli.errors import begin, report, usage_errors
 from fastspec.cli.options import Config, Flags, command, output_file
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
@@ -90,5 +90,5 @@ def batch(
         )
     typer.echo(str(output_file))
     if num_failed:
-        report(f'{num_failed} prompts failed; see their "error" field')
+        report(f'{counted(num_failed, "prompt")} failed; see the field "error"')
         raise typer.Exit(1)

@@ -8,9 +8,10 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 import fastspec
-from fastspec.cli.display import number, progress_bar, table_of
+from fastspec.cli.display import counted, number, progress_bar, table_of
 from fastspec.cli.errors import begin, note
 from fastspec.cli.options import Config, Flags, command, output_file
 from fastspec.cli.prompts import PromptOptions, tokenize_prompts, usual_prompts
@@ -130,6 +131,14 @@ def bench(
             stream.write(json.dumps(result) + "\n")
 
 
+_LEGEND = """\
+SWI: CS-Drafting's speed-up, from passes and parameters instead of times.
+draft cost, judge cost: time of the drafts and of the target's pass in each step, in steps of plain\
+ decoding.
+predicted speed up: what acceptance and the draft cost give, if the judge cost were 1.
+efficiency: the fraction of it that was reached."""
+
+
 def _results(method: str, spec: SpecConfig) -> Path:
     """The results file in a checkout that --record writes to."""
     if spec.is_lossy:
@@ -146,9 +155,10 @@ def _show(console: Console, result: dict) -> None:
     from fastspec.tools.bench import ACCEPTANCE
 
     console.print(
-        f"{result['num_prompts']} prompts, {result['max_tokens']} new tokens each, batch 1,"
-        f" {result['method']}, K={result['num_speculative_tokens']}, {result['dtype']},"
-        f" {result['threads']} threads, {result['cpu']}"
+        f"{counted(result['num_prompts'], 'prompt')}, {counted(result['max_tokens'], 'new token')}"
+        f" each, batch 1, {result['method']}, K={result['num_speculative_tokens']},"
+        f" {result['dtype']},"
+        f" {counted(result['threads'], 'thread')}, {result['cpu']}"
     )
     equal, ours = result["prompts_equal_to_plain"], "speculative"
     if result["lossy"]:
@@ -173,3 +183,4 @@ def _show(console: Console, result: dict) -> None:
                 table.add_row(label, *cells)
         console.print()
         console.print(table)
+    console.print(Text(f"\n{_LEGEND}", style="dim"))

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from fastspec.cli.display import SourceWriter, number
+from fastspec.cli.display import SourceWriter, counted, number
 from fastspec.cli.errors import begin, note, require_stdin
 from fastspec.cli.options import Config, Flags, command
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
@@ -230,7 +230,8 @@ class Chat:
 
     def _report(self, output: "RequestOutput", seconds: float) -> None:
         stats = output.stats
-        told = f"{len(output.token_ids)} tokens, {len(output.token_ids) / seconds:.1f} tokens/s"
+        num = len(output.token_ids)
+        told = f"{counted(num, 'token')}, {num / seconds:.1f} tokens/s"
         if stats.acceptance_rate is not None:
             length = number(stats.mean_acceptance_length)
             told += f", acceptance rate {stats.acceptance_rate:.2f}, {length} tokens per step"

@@ -13,7 +13,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from fastspec.cli.display import coloured, legend, number, progress_bar, table_of
+from fastspec.cli.display import coloured, counted, legend, number, progress_bar, table_of
 from fastspec.cli.errors import begin
 from fastspec.cli.options import FIXED_RUN, Flags, command, output_file
 from fastspec.cli.prompts import PromptOptions, tokenize_prompts
@@ -137,9 +137,9 @@ def _show(console: Console, comparisons: list[Comparison], spec: SpecConfig) -> 
 
     method, count = method_named(spec.method), spec.num_model_tokens()
     is_fixed = method.writes_chains and spec.confidence_threshold is None
-    proposal = f"{'' if is_fixed else 'up to '}{count} tokens"
+    proposal = f"{'' if is_fixed else 'up to '}{counted(count, 'token')}"
     if spec.drafts_trees or spec.cape:
-        proposal = f"a tree, {count} tokens deep,"
+        proposal = f"a tree, {counted(count, 'token')} deep,"
     if spec.suffix_tokens is not None:
         proposal += f" or copies up to {spec.suffix_tokens}"
     console.print(
@@ -198,6 +198,7 @@ def _conclude(console: Console, comparisons: list[Comparison], temperature: floa
             return False
     num_tokens = sum(len(comparison.plain.token_ids) for comparison in comparisons)
     console.print(
-        f"Both outputs are identical: {num_tokens} token ids compared.", style="bold green"
+        f"Both outputs are identical: {counted(num_tokens, 'token id')} compared.",
+        style="bold green",
     )
     return True

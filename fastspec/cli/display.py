@@ -34,14 +34,13 @@ def coloured(pieces: Iterable[tuple[str, str]]) -> Text:
 def legend(sources: Iterable[str]) -> Text:
     """One line for each writer that occurs, with its share of the tokens."""
     counts = Counter(sources)
-    total = counts.total()
     lines = [
         Text.assemble(
             (f"{source:<9}", STYLES[source]),
-            f" {counts[source]:>5} tokens {100 * counts[source] / total:>3.0f} %  {meaning}",
+            f" {counted(count, 'token'):>12} {100 * count / counts.total():>3.0f} %  {meaning}",
         )
         for source, meaning in MEANINGS.items()
-        if counts[source]
+        if (count := counts[source])
     ]
     return Text("\n").join(lines)
 
@@ -94,6 +93,12 @@ def table_of(*columns: str, label: str | None = None, **label_column: Any) -> Ta
     for name in columns:
         table.add_column(name, justify="right")
     return table
+
+
+def counted(count: int, noun: str) -> str:
+    """A number of things."""
+    plural = "" if count == 1 else "es" if noun.endswith("ss") else "s"
+    return f"{count} {noun}{plural}"
 
 
 def number(value: float | None, digits: int = 2) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from fastspec.cli.display import is_terminal, number
+from fastspec.cli.display import counted, is_terminal, number
 from fastspec.cli.errors import begin, note
 from fastspec.cli.options import AsJson, Config, Flags, command, output_file
 from fastspec.cli.prompts import PromptOptions, tokenize_prompts, typed_prompts
@@ -88,7 +88,7 @@ def generate(
         with writing("save_outputs", save_outputs):
             write_whole("".join(json.dumps(record) + "\n" for record in records), save_outputs)
     if is_terminal(sys.stderr):
-        told = f"{stats.num_output_tokens} tokens in {seconds:.2f} s, "
+        told = f"{counted(stats.num_output_tokens, 'token')} in {seconds:.2f} s, "
         if stats.acceptance_rate is None:
             told += "nothing was proposed"
         else:

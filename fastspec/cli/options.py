@@ -6,12 +6,15 @@ from contextlib import suppress
 from dataclasses import MISSING
 from functools import partial, wraps
 from inspect import Parameter, Signature, signature
+from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
+from fastspec.cli.errors import note
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
+from fastspec.config.checks import require
 from fastspec.config.files import check_can_write, parse_json, refuse_inputs
 from fastspec.config.methods import Method, methods
 from fastspec.config.options import Option, options_of
@@ -85,6 +88,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     @wraps(function)
     def run(**values: Any) -> None:
         _refuse_inputs(outputs, values)
+        _note_other_target(values)
         for name, (config, options, fixed) in configs.items():
             given = {option: values.pop(option.name) for option in options}
             read = {o.name: _read(o, value) for o, value in given.items() if value is not None}
@@ -97,7 +101,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _refuse_inputs(outputs: set[str], values: dict[str, Any]) -> None:
-    """Refuse output files that the command also reads."""
+    """Refuse output files that the command also reads, or that are given twice."""
     inputs = [_STDIN]
     for name, value in values.items():
         if name == "target":
@@ -108,6 +112,19 @@ def _refuse_inputs(outputs: set[str], values: dict[str, Any]) -> None:
     for name in outputs:
         if values[name] is not None:
             refuse_inputs(name, values[name], inputs)
+    given = {name: values[name] for name in sorted(outputs) if values[name] is not None}
+    for (name, file), (other, its_file) in combinations(given.items(), 2):
+        is_same = file.resolve() == its_file.resolve() and (file.is_file() or not file.exists())
+        require(name, str(file), not is_same, f"another file than for --{other.replace('_', '-')}")
+
+
+def _note_other_target(values: dict[str, Any]) -> None:
+    """Say that a file of `fastspec tune` is used for a target that it was not tuned for."""
+    file = values.get("config_file")
+    if file is not None and file.is_file():  # a pipe has been read
+        tuned, target = load_tuned(file).target, values["target"]
+        if target != tuned:
+            note(f"{file} was tuned for the target {tuned}, not for {target}")
 
 
 def _flag(config: type, option: Option, flags: Flags, known: dict[str, Method]) -> Parameter:

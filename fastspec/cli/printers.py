@@ -49,7 +49,7 @@ def run_prompts(
     """
     index_of = {}
     for index, prompt in enumerate(prompts):
-        request_id = f"prompt-{index + 1}"
+        request_id = _request_id(index)
         try:
             engine.add_request(prompt, params, request_id)
         except ValueError as error:
@@ -60,6 +60,10 @@ def run_prompts(
     while engine.has_unfinished:
         for event in engine.step():
             yield index_of[event.request_id], event
+
+
+def _request_id(index: int) -> str:
+    return f"prompt-{index + 1}"
 
 
 class JsonPrinter:
@@ -163,26 +167,33 @@ def run_and_print(
     params: SamplingParams,
     printer: JsonPrinter | TextPrinter,
 ) -> list[RequestOutput]:
-    """Run all prompts, printing each in its turn."""
+    """Run all prompts, printing each in its turn; an interrupt prints what there is of them."""
     max_tokens = params.max_tokens or 0  # the command line always has a number
     transcripts = [Transcript(index, text) for index, text in enumerate(texts)]
     num_printed = 0
-    with progress_bar("tokens", live=not printer.streams) as bar:
-        task = bar.add_task("generating", total=len(texts) * max_tokens)
-        for index, event in run_prompts(engine, prompts, params):
-            transcripts[index].add(event)
-            bar.advance(task, len(event.token_ids))
-            printer.piece(transcripts[index], event.text)
-            if event.output is None:
-                continue
-            bar.advance(task, max_tokens - len(event.output.token_ids))
-            bar.stop()  # stdout may be the same terminal
-            for transcript in transcripts[num_printed:]:
-                if transcript.output is None:
-                    break
-                printer.finish(transcript, transcript.output)
-                num_printed += 1
-            if event.output.error is not None:
-                report(f"prompt {index + 1}: {event.output.error}")
-            bar.start()
+    try:
+        with progress_bar("tokens", live=not printer.streams) as bar:
+            task = bar.add_task("generating", total=len(texts) * max_tokens)
+            for index, event in run_prompts(engine, prompts, params):
+                transcripts[index].add(event)
+                bar.advance(task, len(event.token_ids))
+                printer.piece(transcripts[index], event.text)
+                if event.output is None:
+                    continue
+                bar.advance(task, max_tokens - len(event.output.token_ids))
+                bar.stop()  # stdout may be the same terminal
+                for transcript in transcripts[num_printed:]:
+                    if transcript.output is None:
+                        break
+                    printer.finish(transcript, transcript.output)
+                    num_printed += 1
+                if event.output.error is not None:
+                    report(f"prompt {index + 1}: {event.output.error}")
+                bar.start()
+    except KeyboardInterrupt:
+        for transcript in transcripts[num_printed:]:
+            output = transcript.output or engine.abort(_request_id(transcript.index))
+            if output is not None and output.token_ids:
+                printer.finish(transcript, output)
+        raise
     return [transcript.output for transcript in transcripts if transcript.output is not None]

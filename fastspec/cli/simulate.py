@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from fastspec.cli.display import number, progress_bar, table_of
+from fastspec.cli.display import counted, number, progress_bar, table_of
 from fastspec.cli.errors import begin
 from fastspec.cli.options import AsJson, Flags, command, output_file
 from fastspec.cli.prompts import PromptOptions
@@ -164,19 +164,21 @@ def _predicted(rates: list[float], draft_seconds: float, verify_seconds: float) 
 
 def _show(console: Console, report: dict) -> None:
     console.print(
-        f"{report['num_outputs']} outputs, {report['num_output_tokens']} tokens in"
-        f" {report['num_steps']} target passes: {number(report['mean_acceptance_length'])} per"
-        f" pass, acceptance rate {number(report['acceptance_rate'])}"
+        f"{counted(report['num_outputs'], 'output')},"
+        f" {counted(report['num_output_tokens'], 'token')} in"
+        f" {counted(report['num_steps'], 'target pass')},"
+        f" acceptance rate {number(report['acceptance_rate'])}"
     )
-    means = report["means_by_prompt"]
+    means, together = report["means_by_prompt"], number(report["mean_acceptance_length"])
+    console.print(f"Tokens per pass, all outputs together: {together}")
     console.print(
-        f"Tokens per pass by prompt: {number(statistics.fmean(means))} on average,"
+        f"Tokens per pass, each output by itself: {number(statistics.fmean(means))} on average,"
         f" {number(min(means))} to {number(max(means))}"
     )
     if report["num_known"]:
         console.print(
             f"The accepted counts equal those of the stored run in {report['num_reproduced']} of"
-            f" {report['num_known']} outputs."
+            f" {counted(report['num_known'], 'output')}."
         )
     table = table_of(
         "draft tokens", "passes that accepted this many", "acceptance rate at this position"
@@ -189,7 +191,7 @@ def _show(console: Console, report: dict) -> None:
         table.add_row(str(count), str(passes), number(rate))
     console.print(table)
     if "predicted" in report:
-        table = table_of("K", "tokens per pass", "predicted tokens/s", "over plain")
+        table = table_of("K", "expected tokens per pass", "predicted tokens/s", "over plain")
         for row in report["predicted"]:
             cells = (number(row["tokens_per_pass"]), number(row["tokens_per_s"], 1))
             table.add_row(str(row["k"]), *cells, f"{row['ratio']:.2f}x")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from fastspec.cli.display import number, progress_bar, table_of
+from fastspec.cli.display import counted, number, progress_bar, table_of
 from fastspec.cli.errors import begin, usage_errors
 from fastspec.cli.help import SectionedHelp, WholeSummaries
 from fastspec.cli.options import FIXED_RUN, Flags, command, output_file
@@ -206,7 +206,7 @@ def texts(
         most = params.max_tokens or 0
         given = models.target, written, most, out
         write_texts(engine, *given, lambda done: bar.update(task, completed=done))
-    typer.echo(f"{out}: {len(written)} texts")
+    typer.echo(f"{out}: {counted(len(written), 'text')}")
 
 
 @app.command(cls=SectionedHelp)
@@ -267,7 +267,7 @@ def shapes(
 
 
 def _label(shape: DraftShape) -> str:
-    parts = [f"{shape.layers} layer{'s' * (shape.layers > 1)}"]
+    parts = [counted(shape.layers, "layer")]
     if shape.hidden_size is not None:
         parts.append(f"width {shape.hidden_size}")
     if shape.reduced_vocab_size is not None:
@@ -318,7 +318,7 @@ def _train(
         tokenizer.save_pretrained(files.out)
     found = glide_run.report_acceptance(model, held_out, spec, files.out)
     rate, length = (number(found[name]) for name in ("acceptance_rate", "mean_acceptance_length"))
-    told = f"K={spec.num_draft_tokens()}, {found['held_out_prompts']} prompts"
+    told = f"K={spec.num_draft_tokens()}, {counted(int(found['held_out_prompts']), 'prompt')}"
     _report(files, record, f"acceptance rate {rate}, mean acceptance length {length} ({told})")
 
 

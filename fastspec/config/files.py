@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from secrets import token_hex
 from tempfile import TemporaryFile
 from typing import Any
 
@@ -75,11 +76,13 @@ def parse_json(text: str, where: str) -> Any:
     """The content of a JSON text.
 
     Raises:
-        ValueError: not JSON, an integer with thousands of digits, or lists that are nested too
-            deeply; `where` begins the message.
+        ValueError: not JSON, an object with a name twice, an integer with thousands of digits, or
+            lists that are nested too deeply; `where` begins the message.
     """
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=unambiguous)
+    except _TwiceNamed as error:
+        raise ValueError(f"{where} ambiguous: {error}") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"{where} cut off or not JSON: {error}") from error
     except RecursionError as error:
@@ -87,6 +90,20 @@ def parse_json(text: str, where: str) -> Any:
     except ValueError as error:
         most = sys.get_int_max_str_digits()
         raise ValueError(f"{where} not readable: an integer has over {most} digits") from error
+
+
+class _TwiceNamed(ValueError):
+    """An object that has a name twice."""
+
+
+def unambiguous(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; ValueError for one that has a name twice, of which Python takes the last."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise _TwiceNamed(f"{name!r:.60} is given twice in an object")
+        found[name] = value
+    return found
 
 
 def json_line(value: Any) -> str:
@@ -144,7 +161,7 @@ def write_whole(text: str, path: Path) -> None:
         path.write_text(text, encoding="utf-8")
         return
     path = path.resolve()
-    staged = path.with_name(path.name + ".new")
+    staged = path.with_name(f"{path.name}.{token_hex(4)}.new")  # no file that is there already
     try:
         staged.write_text(text, encoding="utf-8")
         staged.replace(path)

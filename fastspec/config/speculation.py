@@ -40,6 +40,7 @@ from fastspec.config.schedules import SCHEDULE, STEP_COSTS, check_step_costs
 from fastspec.config.token_trees import MAX_TREE_NODES, as_cape_bins, as_tree_paths, check_trees
 
 _FEWEST_SUFFIX_TOKENS = 2
+_EXPECTED_TOKENS = f"an int from 1 to {MAX_DRAFT_TOKENS} (for plain decoding: method none)"
 _COPY_MATRIX = ((4, 0), (0, 1))  # of a cascade whose first level is a copy of the target
 
 
@@ -62,7 +63,7 @@ class SpecConfig(Options):
     )
     num_speculative_tokens: int | None = option(
         None,
-        integer(1, MAX_DRAFT_TOKENS),
+        replace(integer(1, MAX_DRAFT_TOKENS), expected=_EXPECTED_TOKENS),
         "K, tokens proposed in each step; by default {usual}, with cascade set by k_matrix.",
         "With suffix_tokens it limits the draft model; a copy may be longer. Method none, which"
         " refuses the other drafting options, keeps it for later drafters: one that"

@@ -8,6 +8,7 @@ from typing import Any
 
 from fastspec.config import SamplingParams
 from fastspec.config.checks import is_int, refuse, require
+from fastspec.config.files import unambiguous
 from fastspec.config.options import options_of
 from fastspec.config.serve import ServeConfig
 from fastspec.engine.prompts import Message
@@ -101,7 +102,7 @@ def field_of(message: str, given: Set[str], known: Set[str]) -> str | None:
 def parse_body(body: bytes) -> dict[str, Any]:
     """The JSON object in a body; ValueError for anything else."""
     try:
-        parsed = json.loads(body, parse_constant=_no_number, object_pairs_hook=_object)
+        parsed = json.loads(body, parse_constant=_no_number, object_pairs_hook=unambiguous)
         json.dumps(parsed, ensure_ascii=False).encode()  # escapes may make halves of characters
     except (ValueError, RecursionError) as error:
         raise ValueError(f"body: invalid JSON: {error}") from error
@@ -314,16 +315,6 @@ def _is_text(value: Any) -> bool:
 
 def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(map(is_int, value))
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object; ValueError for one that has a name twice, of which Python takes the last."""
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise ValueError(f"{name!r:.60} is given twice in an object")
-        found[name] = value
-    return found
 
 
 def _no_number(name: str) -> float:

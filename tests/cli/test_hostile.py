@@ -214,6 +214,14 @@ def test_no_output_is_an_input(invoke, bundled, name, arguments, option):
     assert file.read_bytes() == content
 
 
+def test_no_file_is_two_outputs(invoke, bundled):
+    outputs = ["--log", "new.png", "--plot", "./new.png"]
+    result = invoke("simulate", "run.jsonl", "--method", "mag", *outputs)
+    assert_one_line(result, "--log: expected another file than for --plot", 2)
+    devices = ["--log", "/dev/null", "--plot", "/dev/null"]
+    assert "another file" not in invoke("simulate", "run.jsonl", "--method", "mag", *devices).stderr
+
+
 def test_no_output_is_the_file_on_stdin(tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text("a\n", encoding="utf-8")
@@ -298,6 +306,28 @@ def test_ctrl_c(invoke, pair, monkeypatch):
     assert result.stderr == "fastspec: error: interrupted\n"
 
 
+def test_ctrl_c_leaves_what_there_is_of_the_texts(invoke, pair, monkeypatch):
+    step, taken = Engine.step, []
+
+    def interrupted(engine):
+        taken.append(engine)
+        if len(taken) > 3:
+            raise KeyboardInterrupt
+        return step(engine)
+
+    monkeypatch.setattr(Engine, "step", interrupted)
+    prompts = ["--prompt", "a", "--prompt", "b", "--max-tokens", "99", "--temperature", "0"]
+    result = invoke("generate", *pair, *prompts)
+    assert result.exit_code == 130
+    assert result.stderr == "fastspec: error: interrupted\n"
+    first, _, second = result.stdout.partition("--- prompt 2 of 2\n")
+    assert len(first) > len("--- prompt 1 of 2\n\n")
+    assert second.strip()
+    taken.clear()
+    records = invoke("generate", *pair, *prompts, "--json").stdout.splitlines()
+    assert [json.loads(record)["finish_reason"] for record in records] == ["abort", "abort"]
+
+
 def test_a_pipe_that_is_closed(monkeypatch, capsys):
     reading, writing = os.pipe()
     os.close(reading)
@@ -319,6 +349,10 @@ def test_devices_and_links_are_written_not_replaced(tmp_path):
     write_whole("text", link)
     assert link.is_symlink()
     assert file.read_text(encoding="utf-8") == "text"
+    (tmp_path / "file.new").write_text("another file", encoding="utf-8")
+    write_whole("text", file)
+    assert (tmp_path / "file.new").read_text(encoding="utf-8") == "another file"
+    assert [*tmp_path.glob("file*.new")] == [tmp_path / "file.new"]
     reading, writing = os.pipe()
     try:
         write_whole("text", Path(f"/dev/fd/{writing}"))  # as a shell passes >(command)

@@ -12,6 +12,8 @@ import fastspec
 from benchmarks.report import smollm2
 from fastspec import Engine
 from fastspec.cli import app
+from fastspec.cli.display import counted
+from fastspec.tools.bench import ACCEPTANCE
 from fastspec.tools.timed_methods import Methods
 
 from ..models import byte_tokenizer, random_model
@@ -103,6 +105,10 @@ def test_bench_appends_a_record(invoke, bundled, tmp_path):
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     assert any("fastspec::" in event.get("name", "") for event in events)
     assert "all methods gave the same token ids" in result.stdout
+    assert "2 prompts, " in result.stdout
+    for name in ACCEPTANCE[2:]:
+        label = name.upper() if name == "swi" else name.replace("_", " ")
+        assert re.search(f"^{label}[:,]|, {label}:", result.stdout, re.MULTILINE)
     record = json.loads(out.read_text(encoding="utf-8").splitlines()[1])
     assert record["verified"] is True
     assert "draft" not in record["prompts_equal_to_plain"]
@@ -307,6 +313,11 @@ def test_train_bigram(invoke, bundled, tmp_path):
         assert result.exit_code == 2
         assert named in result.stderr
     assert not (tmp_path / "new.json").exists()
+
+
+def test_counts_agree_with_their_nouns():
+    told = [counted(0, "prompt"), counted(1, "prompt"), counted(2, "target pass")]
+    assert told == ["0 prompts", "1 prompt", "2 target passes"]
 
 
 def test_info(invoke):

@@ -108,7 +108,8 @@ def test_means_by_prompt_and_the_best_k(invoke, pair, stored):
     best = max(report["predicted"], key=lambda row: row["tokens_per_s"])
     shown = invoke("simulate", file, *pair, "-k", "4", *seconds).stdout
     assert f"Best K: {best['k']}" in shown
-    assert "Tokens per pass by prompt: " in shown
+    assert "Tokens per pass, all outputs together: " in shown
+    assert "Tokens per pass, each output by itself: " in shown
     free = ["--draft-seconds", "0", "--verify-seconds", "0.01"]
     shown = invoke("simulate", file, *pair, "-k", "2", *free).stdout
     assert "Best K: 2, the longest draft here" in shown

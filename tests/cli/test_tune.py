@@ -259,6 +259,16 @@ def test_options_override_the_file(invoke, bundled, tmp_path):
     assert longest("-k", "5") > 2
 
 
+def test_a_file_for_another_target_is_noted(invoke, bundled, tmp_path, model_folders):
+    file = saved(tmp_path / "tuned.json", spec={"method": "mag"})
+    used = ["generate", "--config", file, "--prompt", "ab", "--max-tokens", "3"]
+    assert invoke(*used).stderr == ""
+    result = invoke(*used, "--target", model_folders["draft"])
+    assert result.exit_code == 0
+    told = f"{file} was tuned for the target tiny, not for {model_folders['draft']}"
+    assert result.stderr == f"fastspec: note: {told}\n"
+
+
 def test_a_schedule_uses_the_costs_of_the_file(invoke, bundled, tmp_path, monkeypatch):
     """Those of its drafter: of as many tokens as asked, but not of more, nor of another method."""
     spec = {"method": "draft_model", "num_speculative_tokens": 2}
