@@ -189,12 +189,18 @@ def hf_generate(
         given = {"drafter": drafter, "spec": spec, "config": config}
         given["token_streamer"] = token_streamer
         return _prepare_and_call(hf_generate, model, inputs, **given, **options)
+    for name in ("prompt_lookup_num_tokens", "assistant_early_exit"):
+        if drafter is not None:
+            refuse(name, getattr(prepared, name), "not with assistant_model or another drafter")
     asked = _asked_spec(prepared)
     if asked is not None and spec is not None:
         raise ValueError("num_assistant_tokens, prompt_lookup_num_tokens: cannot go with spec")
     if config is None:
         encoded = 0 if inputs_tensor is None else inputs_tensor.shape[1]
         longest = max(prepared.max_length, encoded + 1)
+        text_config = model.config.get_text_config(decoder=True)
+        most = getattr(text_config, "max_position_embeddings", None) or longest
+        require("max_length", longest, longest <= most, f"at most the model's {most} positions")
         config = EngineConfig(max_batch_size=len(inputs), max_model_len=longest)
     generator = HFGenerator(model, drafter, asked or spec or SpecConfig(), config)
     passed_on = {"token_streamer": token_streamer, "inputs_tensor": inputs_tensor}
@@ -335,6 +341,10 @@ def _prepare_and_call(
     """Call `model.generate` with `decode`, and pass on arguments that it would not forward."""
     if isinstance(inputs, Mapping):
         options, inputs = {**inputs, **options}, None
+    for name, ids in {"inputs": inputs, "input_ids": options.get("input_ids")}.items():
+        fits = ids is None or (isinstance(ids, Tensor) and ids.ndim == 2)
+        shown = getattr(ids, "shape", ids)
+        require(name, shown, fits, "a tensor of token ids [B, n], as from a tokenizer")
     for name in ("assistant_tokenizer", "synced_gpus"):
         if options.pop(name, None):
             raise ValueError(f"{name}: not supported")

@@ -21,7 +21,7 @@ from fastspec.engine.block_manager import BlockManager
 from fastspec.engine.generation_config import params_of, warn_of_unapplied
 from fastspec.engine.outputs import RequestOutput, StreamEvent, with_others
 from fastspec.engine.prompt_reader import PromptReader
-from fastspec.engine.prompts import Message, Prompt, as_conversations, as_prompt_list
+from fastspec.engine.prompts import Message, Prompt, as_conversations, as_prompt_list, telling_which
 from fastspec.engine.ranks import check_options, loop_of, new_seeds
 from fastspec.engine.request import EngineRequest
 from fastspec.engine.request_factory import RequestFactory, as_params_list
@@ -155,8 +155,9 @@ class Engine:
         prompt_list = as_prompt_list(prompts)
         if generation_config is not None:
             require("params", params, params is None, "None with generation_config")
-            with self._turn:  # a step uses the tokenizer too
-                prompt_list = [self._factory.reader.ids(prompt) for prompt in prompt_list]
+            for place, prompt in enumerate(prompt_list):
+                with self._turn, telling_which(place, len(prompt_list)):  # a step tokenizes too
+                    prompt_list[place] = self._factory.reader.ids(prompt)
             is_decoder = self.decoder_start_id is None
             lengths = [len(ids) if is_decoder else 1 for ids in prompt_list]
             of_model = self._generation_config
@@ -461,12 +462,8 @@ class Engine:
         with self._turn:
             requests = []
             for place, pair in enumerate(zip(prompts, params, strict=True)):
-                try:
+                with telling_which(place, len(prompts)):
                     requests.append(self._build(*pair))
-                except ValueError as error:
-                    if len(prompts) == 1:
-                        raise
-                    raise ValueError(f"{error} (prompts[{place}])") from error
             request_ids = [samples[0].public_id for samples in requests]
             self._loop.inboxes |= {request_id: deque() for request_id in request_ids}
             for place, samples in enumerate(requests):

@@ -1,6 +1,7 @@
 """Normalises the accepted forms of prompts to texts and lists of ids."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,24 @@ def as_prompt_list(
     if not several:
         raise ValueError(f"{name}: the list is empty")
     is_batch = isinstance(several[0], (Sequence, Mapping, Tensor, np.ndarray))
-    return [as_prompt(each, one) for each in several] if is_batch else [several]
+    if not is_batch:
+        return [several]
+    read = []
+    for place, each in enumerate(several):
+        with telling_which(place, len(several), name):
+            read.append(as_prompt(each, one))
+    return read
+
+
+@contextmanager
+def telling_which(place: int, count: int, name: str = "prompts") -> Iterator[None]:
+    """Say at the end of errors which of several prompts they are about."""
+    try:
+        yield
+    except ValueError as error:
+        if count == 1:
+            raise
+        raise ValueError(f"{error} ({name}[{place}])") from error
 
 
 def as_prompt(prompt: Any, name: str = "prompt") -> str | list[int]:

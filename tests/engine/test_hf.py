@@ -314,6 +314,11 @@ def test_outputs_as_mappings(model, drafter):
         {"synced_gpus": True},
         {"token_healing": True},
         {"assistant_tokenizer": byte_tokenizer()},
+        {"prompt_lookup_num_tokens": 3, "assistant_model": "tiny-draft"},
+        {"assistant_early_exit": 1, "drafter": "tiny-draft"},
+        {"input_ids": "text"},
+        {"input_ids": [[5, 6, 7]]},
+        {"input_ids": torch.tensor([5, 6, 7])},
     ],
     ids=lambda options: next(iter(options)),
 )
@@ -322,7 +327,7 @@ def test_what_it_cannot_honour_is_refused_by_name(model, options):
     name = next(iter(options))
     names = {"past_key_values": f"^{cache_name(target)}"}  # transformers renames it
     with pytest.raises(ValueError, match=names.get(name, f"^{name}")) as error:
-        hf_generate(target, **ONE, **GREEDY | options)
+        hf_generate(target, **ONE | GREEDY | options)
     assert "\n" not in str(error.value)
 
 
@@ -336,6 +341,13 @@ def test_schedule_and_early_exit(model, drafter):
 
 
 def test_more_refusals(model, drafter):
+    with pytest.raises(ValueError, match=r"inputs: expected a tensor of token ids .* got 'text'"):
+        hf_generate(model, "text", **GREEDY)
+    positions = model.config.max_position_embeddings
+    long = torch.ones(1, positions - 1, dtype=torch.long)
+    message = f"max_length: expected at most the model's {positions} positions"
+    with pytest.raises(ValueError, match=message):
+        hf_generate(model, long, **GREEDY)
     with pytest.raises(ValueError, match="assistant_model: an alias of drafter"):
         hf_generate(model, **ONE, **GREEDY, drafter=drafter, assistant_model=drafter)
     with pytest.raises(ValueError, match="cannot go with spec"):

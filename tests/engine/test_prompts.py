@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from transformers import BatchEncoding
+from transformers import BatchEncoding, GenerationConfig
 
 from fastspec import Engine, SamplingParams
 
@@ -81,6 +81,7 @@ def test_one_prompt_of_any_form(engine, prompt):
         ({"input_ids": IDS, "attention_mask": [[1, 2, 1], [1, 1, 1]]}, "attention_mask: .* 1s"),
         ({"input_ids": IDS, "attention_mask": [[1, 1], [1, 1]]}, "attention_mask: .* the shape"),
         ({"input_ids": [5, 6], "attention_mask": [0, 0]}, "prompt: is empty"),
+        ([[1, 2], 5], r"prompt: expected a list, got int \(prompts\[1\]\)"),
         ([[1, 2], []], r"prompt: is empty \(prompts\[1\]\)"),
         (np.array([[1, 2], [3, -4]]), r"prompt: token id -4 is not in .* \(prompts\[1\]\)"),
     ],
@@ -91,3 +92,11 @@ def test_what_is_no_prompt_is_refused_by_name(engine, prompt, message):
         engine.generate(prompt, GREEDY)
     assert "\n" not in str(error.value)
     assert not engine.has_unfinished
+
+
+def test_errors_with_a_generation_config_say_which_prompt(engine):
+    config = GenerationConfig(max_new_tokens=2)
+    with pytest.raises(ValueError, match=r"prompt: is empty \(prompts\[1\]\)"):
+        engine.generate([[1, 2], []], generation_config=config)
+    with pytest.raises(ValueError, match=r"num_beams is not supported, got 2$"):
+        engine.generate([[1, 2], [3]], generation_config=GenerationConfig(num_beams=2))
