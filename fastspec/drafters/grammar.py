@@ -35,7 +35,8 @@ class GrammarCompiler:
 
         Raises:
             ValueError: the form is not understood, there is no fast tokenizer with an
-                end-of-sequence token, or llguidance is not installed.
+                end-of-sequence token, it has more tokens than the target, or llguidance is not
+                installed.
         """
         try:
             from llguidance import LLMatcher
@@ -49,9 +50,9 @@ class GrammarCompiler:
             raise ValueError(
                 "structured_outputs: needs a fast tokenizer with an end-of-sequence token"
             )
-        if self._tokens is None:
-            self._tokens = from_tokenizer(self.tokenizer, self.vocab_size, sorted(self.eos_ids))
         try:
+            if self._tokens is None:
+                self._tokens = from_tokenizer(self.tokenizer, self.vocab_size, sorted(self.eos_ids))
             source = _source(LLMatcher, any_to_lark, structure)
             matcher = LLMatcher(self._tokens, source, log_level=0)
         except (ValueError, GbnfToLarkError) as error:

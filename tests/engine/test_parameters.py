@@ -84,6 +84,9 @@ def test_forms_that_are_none_are_refused(target):
     bare = Engine(target, spec="none")
     with pytest.raises(ValueError, match=r"^structured_outputs: .* fast tokenizer"):
         bare.add_request([1], SamplingParams(structured_outputs={"regex": "a"}))
+    small = Engine(random_model("llama", vocab_size=100), tokenizer=byte_tokenizer(), spec="none")
+    with pytest.raises(ValueError, match=r"^structured_outputs: .* 100 vs 257"):
+        small.add_request([1], SamplingParams(structured_outputs={"regex": "a"}))
     for field, value in [
         ("logit_bias", {263: 1.0}),
         ("allowed_token_ids", [263]),
