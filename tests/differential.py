@@ -11,6 +11,8 @@ import argparse
 import random
 import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from tqdm import tqdm
@@ -19,13 +21,28 @@ from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokeniz
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.methods import methods
 
+from .engine.eagle3_models import write_folder
 from .engine.glide_models import often_right
 from .models import EOS_ID, byte_tokenizer, perturbed, random_model
 
 NUM_BLOCKS = 24  # of 16 tokens: room for some four of sixteen requests
 TOLERANCE = 1e-4
-_LEFT_OUT = ("auto", "none", "eagle3")  # EAGLE-3 needs a target of more layers
-METHODS = ("cape", "copy_reviews", *(name for name in methods() if name not in _LEFT_OUT))
+_K = {"num_speculative_tokens": 4}
+_UNSURE = {"suffix_tokens": 7, "confidence_threshold": 0.3}
+# More than the methods with their usual options: copies beside drafts that end where they are
+# unsure, and cascades that a copy of the target begins.
+_VARIANTS = {
+    "cape": SpecConfig("draft_model", cape=True, **_K),
+    "copies_first": SpecConfig("draft_model", **_UNSURE, **_K),
+    "copied_branch": SpecConfig("tree", tree_suffix=5, **_K),
+    "glide_copies": SpecConfig("glide", draft_bits=8, **_UNSURE, **_K),
+    "copy_reviews": SpecConfig("cascade", draft_bits=4),
+    "eagle3_copies": SpecConfig("eagle3", draft_bits=8, **_UNSURE, **_K),
+    "eagle3_tree": SpecConfig("eagle3", tree_nodes=9, tree_width=3, **_K),
+    "eagle3_of_copy": SpecConfig("cascade", draft_bits=8),
+}
+_LEFT_OUT = ("auto", "none")
+METHODS = (*_VARIANTS, *(name for name in methods() if name not in _LEFT_OUT))
 
 
 @dataclass
@@ -116,6 +133,8 @@ def hugging_face(case: Case, model: PreTrainedModel, tokenizer: PreTrainedTokeni
     allowed = params.allowed_token_ids
     bad_words = [list(word) for word in params.bad_words]
     bias = {(token_id,): value for token_id, value in (params.logit_bias or {}).items()}
+    # `generate` leaves out the bad words that end a text.
+    bias |= {(end,): -torch.inf for end in ends if (end,) in params.bad_words}
     input_ids = torch.tensor([case.prompt])
     out = model.generate(
         input_ids,
@@ -181,16 +200,13 @@ def config_of(num_blocks: int) -> EngineConfig:
 
 
 def spec_of(method: str) -> SpecConfig:
-    """Its options in this test; "cape" is the draft model with siblings, "copy_reviews" a cascade
-    with a copy of the target."""
+    """Its options in this test."""
+    if method in _VARIANTS:
+        return replace(_VARIANTS[method], rejection_sample_method="coupled")
     options = {"num_speculative_tokens": 4, "rejection_sample_method": "coupled"}
     match method:
-        case "cape":
-            return SpecConfig("draft_model", cape=True, **options)
         case "cascade":
             return SpecConfig(method, k_matrix=[[2, 2], [0, 3]], rejection_sample_method="coupled")
-        case "copy_reviews":
-            return SpecConfig("cascade", draft_bits=4, rejection_sample_method="coupled")
         case "prompt_lookup":
             return SpecConfig(method, prompt_lookup_max=2, **options)
         case "early_exit":
@@ -202,17 +218,22 @@ def spec_of(method: str) -> SpecConfig:
 def engine_of(
     method: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, seed: int
 ) -> Engine:
-    """An engine with little room, and drafts that are often right."""
-    drafters = {
-        "draft_model": lambda: perturbed(model, 0.2),
-        "tree": lambda: perturbed(model, 0.2),
-        "cape": lambda: perturbed(model, 0.2),
-        "copy_reviews": lambda: often_right(model),
-        "cascade": lambda: [perturbed(model, 0.1), perturbed(model, 0.4, seed=2)],
-        "glide": lambda: often_right(model),
-    }
-    drafter = drafters[method]() if method in drafters else None
-    return Engine(model, drafter, tokenizer, spec_of(method), config_of(NUM_BLOCKS))
+    """An engine with little room, and drafts that are often right, but for EAGLE's."""
+    spec = spec_of(method)
+    with TemporaryDirectory() as folder:
+        drafter = _drafter_of(method, spec, model, Path(folder))
+        return Engine(model, drafter, tokenizer, spec, config_of(NUM_BLOCKS))
+
+
+def _drafter_of(method: str, spec: SpecConfig, model: PreTrainedModel, folder: Path):
+    if method.startswith("eagle3"):
+        write_folder(folder, model, num_known=200)
+        return folder
+    if spec.method == "glide" or method == "copy_reviews":
+        return often_right(model)
+    if spec.method == "cascade":
+        return [perturbed(model, 0.1), perturbed(model, 0.4, seed=2)]
+    return perturbed(model, 0.2) if spec.method in ("draft_model", "tree") else None
 
 
 def run(engine: Engine, cases: list[Case], rng: random.Random) -> list[str]:
