@@ -4,7 +4,8 @@
 and then and a JSON summary at the end, and exits with 1 if anything did not hold;
 `tests/test_soak.py` runs a short form. Requests join at random, are aborted at random and
 preempted, since the caches are small. Each healthy one must have the text that it has alone: a
-greedy one by plain decoding, a sampled one with the same seed and drafter. Each must end once, its
+greedy one by plain decoding, a sampled one with the same seed and drafter, or where that is coupled
+without drafts. Each must end once, its
 events must add up to its output, no block may be lost, and memory must not grow.
 """
 
@@ -17,6 +18,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
@@ -25,18 +27,31 @@ from fastspec.drafters import Proposal
 from fastspec.engine.request_factory import sample_seed
 
 from .engine.probes import assert_blocks_came_back, count_preemptions
-from .models import byte_tokenizer, perturbed, random_model, random_t5
+from .models import byte_tokenizer
+from .soak_worlds import (
+    MAX_MODEL_LEN,
+    OWN_SPEC,
+    POISONED,
+    WORLDS,
+    is_plain_chain,
+    near,
+)
 
-SHIFT = 50  # requests between two moments at which nothing runs
+SHIFT = 30  # requests between two moments at which nothing runs
 MOST_AT_ONCE = 20
 MOST_QUIET = 50  # rounds without an event while requests wait
-LONGEST_PROMPT, MAX_MODEL_LEN = 40, 64
-POISONED = 99  # this token's embedding is NaN
+LONGEST_PROMPT = 40
+NARROW = "narrow"  # the reference's drafter for a request with a smaller K
 SHOWN = 20  # failures in the summary
 GROWTH = 1.02  # of objects, and RSS_GROWTH of memory, that counts as flat
 RSS_GROWTH = 1.10
 FLAT_FROM = 2000  # requests: in shorter runs memory is reported only
 
+FORMS = [
+    {"regex": "[a-z0-9 ]{2,20}"},
+    {"choice": ["yes", "yellow", "no, never"]},
+    {"json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}},
+]
 # How each field of SamplingParams is drawn; where a function gives None the field is not passed.
 FIELDS = {
     "temperature": lambda rng: rng.choice([0.0, 0.0, 0.7, 1.0, 1.4]),
@@ -59,7 +74,10 @@ FIELDS = {
     "min_tokens": lambda rng: rng.choice([None, None, 1]),
     "n": lambda rng: rng.choice([None] * 14 + [2, 3]),
     "num_speculative_tokens": lambda rng: rng.choice([None, None, None, 0, 1, 2]),
+    "structured_outputs": lambda rng: rng.choice([None] * 9 + [rng.choice(FORMS)]),
 }
+# What a form cannot be combined with, or what may leave no token that begins it.
+NOT_WITH_FORMS = ("ignore_eos", "min_tokens", "allowed_token_ids", "bad_words")
 ABSURD = [
     {"temperature": -1.0},
     {"temperature": float("nan")},
@@ -85,6 +103,9 @@ BAD_PROMPTS = [
     [None],
     [[1]],
 ]
+
+
+FAULTS = ("propose", "commit", "release", "token_ids")  # how errors of the faulty drafter begin
 
 
 class FaultyDrafter:
@@ -115,58 +136,6 @@ class FaultyDrafter:
             raise ZeroDivisionError("release")
 
 
-def _llama():
-    model = random_model("llama", num_hidden_layers=1)
-    with torch.no_grad():
-        model.model.embed_tokens.weight[POISONED] = float("nan")
-    return model
-
-
-def _gemma2():
-    return random_model(
-        "gemma2", num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"]
-    )
-
-
-def _mamba2():
-    return random_model("mamba2", num_hidden_layers=1)
-
-
-_CHAINS = {
-    "lookup": SpecConfig("prompt_lookup", num_speculative_tokens=5, prompt_lookup_min=1),
-    "block": SpecConfig("draft_model", 3, rejection_sample_method="block"),
-    "greedy drafts": SpecConfig("draft_model", 2, draft_sample_method="greedy"),
-    "adaptive": SpecConfig("draft_model", 3, schedule="adaptive", step_costs=[6, 7, 8, 9]),
-    "mag": SpecConfig("mag", 4),
-    "ngram": SpecConfig("ngram", 2),
-    "suffix": SpecConfig("suffix", 2),
-}
-_TREES = {
-    "tree": SpecConfig("tree", 3, tree_width=2, tree_nodes=6),
-    "cape": SpecConfig("draft_model", 2, cape=True),
-    "cascade": SpecConfig("cascade", k_matrix=((2, 4), (0, 0))),
-}
-_EXIT = {"early exit": SpecConfig("early_exit", 2, exit_layer=1)}  # of two layers
-_COPIES = {
-    "quantized": SpecConfig("quantized", 3, draft_bits=4),
-    "packed draft": SpecConfig("draft_model", 3, draft_bits=4),
-    "copy reviews": SpecConfig("cascade", draft_bits=8, k_matrix=((3, 1), (0, 2))),
-}
-# Name, share of the requests, model, drafters beside the engine's own, configuration.
-WORLDS = (
-    (
-        "llama",
-        20,
-        _llama,
-        {**_CHAINS, **_TREES, **_COPIES},
-        {"num_blocks": 44, "prefix_caching": True},
-    ),
-    ("gemma2", 8, _gemma2, {**_CHAINS, **_TREES, **_COPIES, **_EXIT}, {"num_blocks": 40}),
-    ("t5", 2, random_t5, _CHAINS, {"num_blocks": 20}),
-    ("mamba2", 1, _mamba2, {"lookup": _CHAINS["lookup"]}, {"num_blocks": 40}),
-)
-
-
 @dataclass
 class Sent:
     """A request on its way: what is known of it so far."""
@@ -182,32 +151,47 @@ class Sent:
 class World:
     """One model: an engine with a small cache, and one for texts alone."""
 
-    def __init__(self, name, make, drafters, config, rng, failures, counts):
-        self.name, self.rng = name, rng
+    def __init__(self, setting, folder, rng, failures, counts):
+        self.name, self.rng = setting.name, rng
         self.failures, self.counts = failures, counts
-        self.model = make()
-        self.vocab_size = self.model.config.vocab_size
-        self.drafters = [None, "none", *drafters]
-        config = {"max_model_len": MAX_MODEL_LEN, "block_size": 4, **config}
-        small = EngineConfig(**config, prefill_chunk_size=13, max_batch_size=8)
+        self.model, self.draft = (model := setting.make()), near(model)
+        self.is_poisoned = bool(model.get_input_embeddings().weight.isnan().any())
+        drafts = setting.drafts(model, folder)
+        self.specs = {
+            name: (spec, drafts[kind])
+            for kind, group in setting.drafters.items()
+            for name, spec in group.items()
+        }
+        self.all_drafters = [None, "none", *self.specs]
+        self.config = {
+            "block_size": (block_size := rng.choice([1, 2, 4, 4, 16])),
+            "num_blocks": setting.num_tokens // block_size,
+            "prefill_chunk_size": rng.choice([1, 5, 13, 13, 40]),
+            "max_batch_size": rng.choice([3, 8, 8, 20]),
+            "prefix_caching": setting.shares_prefixes and rng.random() < 0.7,
+        }
+        small = EngineConfig(max_model_len=MAX_MODEL_LEN, **self.config)
         # Room for a tree behind the longest text: one that the cache cuts off is another tree.
-        config |= {"num_blocks": MAX_MODEL_LEN, "prefix_caching": False}
-        roomy = EngineConfig(**config, max_batch_size=1)
-        self.engine, self.reference = (self._engine(drafters, c) for c in (small, roomy))
+        roomy = EngineConfig(
+            max_model_len=MAX_MODEL_LEN,
+            block_size=block_size,
+            num_blocks=4 * MAX_MODEL_LEN // block_size,
+            max_batch_size=1,
+        )
+        self.engine, self.reference = self._engine(small), self._engine(roomy)
         self.engine.add_drafter("faulty", SpecConfig(num_speculative_tokens=2), FaultyDrafter(rng))
         self.preemptions = count_preemptions(self.engine)
 
-    def _engine(self, drafters, config):
-        draft = perturbed(self.model, 0.05)
-        spec = SpecConfig(num_speculative_tokens=4)
-        engine = Engine(self.model, draft, byte_tokenizer(), spec=spec, config=config)
-        for name, spec in drafters.items():
-            takes_draft = spec.method in ("draft_model", "tree", "cascade")
-            engine.add_drafter(name, spec, draft if takes_draft else None)
+    def _engine(self, config):
+        engine = Engine(self.model, self.draft, byte_tokenizer(), spec=OWN_SPEC, config=config)
+        for name, given in self.specs.items():
+            engine.add_drafter(name, *given)
         return engine
 
     def shift(self, num_requests):
-        """Run so many requests, until nothing is left."""
+        """Run so many requests, until nothing is left. Few drafters write them, so that requests of
+        one drafter meet, also in shared blocks."""
+        self.drafters = self.rng.sample(self.all_drafters, self.rng.choice([1, 2, 4, 4]))
         sent, num_sent, num_quiet = {}, 0, 0
         while num_sent < num_requests or self.engine.has_unfinished:
             for _ in range(self.rng.randrange(4)):
@@ -216,10 +200,14 @@ class World:
                     self._send(sent)
             if sent and self.rng.random() < 0.02:
                 self._abort(sent)
+            if self.rng.random() < 0.02:
+                self._replace_a_drafter(sent)
             try:
                 events = self.engine.step()
-            except (ZeroDivisionError, ValueError):  # of the faulty drafter
+            except (ZeroDivisionError, ValueError) as error:
                 self.counts["errors heard"] += 1
+                if not str(error).startswith(FAULTS):
+                    self.fail(f"step raised {error!r}")
                 continue
             num_quiet = 0 if events or not sent else num_quiet + 1
             if num_quiet > MOST_QUIET:
@@ -245,9 +233,12 @@ class World:
         drawn = {name: draw(rng) for name, draw in FIELDS.items()}
         fields = {name: value for name, value in drawn.items() if value is not None}
         prompt = [rng.randrange(90) for _ in range(rng.randrange(1, LONGEST_PROMPT))]
-        if rng.random() < 0.3:
-            prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9] * 2 + prompt[:20]  # a prefix to share
+        if rng.random() < 0.4:  # a prefix to share, up to the end of a block or not
+            prompt = ([1, 2, 3, 4, 5, 6, 7, 8, 9] * 2)[: rng.randrange(4, 19)] + prompt[:20]
         fields["drafter"] = rng.choice(self.drafters)
+        if "structured_outputs" in fields:
+            for name in NOT_WITH_FORMS:
+                fields.pop(name, None)
         if self.engine.decoder_start_id is not None:
             fields.pop("prompt_logprobs", None)
         if fields["drafter"] == "none":
@@ -257,7 +248,7 @@ class World:
             kind = rng.choice(["drafter", "NaN", "parameter", "prompt"])
             if kind == "drafter":
                 fields |= {"drafter": "faulty", "temperature": 0.0}
-            elif kind == "NaN" and self.name == "llama":
+            elif kind == "NaN" and self.is_poisoned:
                 prompt[-1] = POISONED
             else:
                 bad = rng.choice(BAD_PROMPTS) if kind == "prompt" else prompt
@@ -274,6 +265,17 @@ class World:
             self.counts["refused"] += 1
         else:
             self.fail(f"not refused: {prompt!r:.60}, {fields}")
+
+    def _replace_a_drafter(self, sent):
+        """A new one knows nothing of the blocks that are shared."""
+        in_use = {request.params.drafter for request in sent.values()}
+        name = self.rng.choice([*self.specs])
+        spec, _ = self.specs[name]
+        measures = spec.schedule == "adaptive" and spec.step_costs is None  # in free blocks
+        if name not in in_use and not measures:
+            self.engine.remove_drafter(name)
+            self.engine.add_drafter(name, *self.specs[name])
+            self.counts["drafters replaced"] += 1
 
     def _abort(self, sent):
         request_id = self.rng.choice([*sent])
@@ -313,10 +315,10 @@ class World:
     def _compare(self, request, output):
         """With the text alone, of which an aborted one has the beginning."""
         params = request.params
-        alone = {"n": 1, "seed": sample_seed(params.seed, output.index)}
-        if params.temperature == 0:
-            alone |= {"drafter": "none", "num_speculative_tokens": None}
+        alone = {"n": 1, "seed": sample_seed(params.seed, output.index), **self._way_alone(params)}
         (expected,) = self.reference.generate([request.prompt], replace(params, **alone))
+        if alone.get("drafter") == NARROW:
+            self.reference.remove_drafter(NARROW)
         self.counts["samples"] += 1
         self.counts[f"ended by {output.finish_reason}"] += 1
         count = len(output.token_ids)
@@ -331,6 +333,20 @@ class World:
         if not same:
             self.fail(f"not as alone: {request.prompt}, {params}: {output}, {expected}")
 
+    def _way_alone(self, params):
+        """Fields that must give the same text: without drafts, or with a drafter, added here, whose
+        own K is the one asked for."""
+        spec, draft = self.specs.get(params.drafter, (OWN_SPEC, self.draft))
+        num = params.num_speculative_tokens
+        if params.temperature == 0 or params.drafter == "none":
+            return {"drafter": "none", "num_speculative_tokens": None}
+        if spec.rejection_sample_method == "coupled":
+            return {"num_speculative_tokens": 0}
+        if not num or not is_plain_chain(spec):
+            return {}
+        self.reference.add_drafter(NARROW, replace(spec, num_speculative_tokens=num), draft)
+        return {"drafter": NARROW, "num_speculative_tokens": None}
+
 
 def memory():
     """Live objects, and bytes of the process (0 where the system does not tell)."""
@@ -340,11 +356,15 @@ def memory():
     return {"objects": len(gc.get_objects()), "rss_mib": pages * 4096 // 2**20}
 
 
-def run(num_requests, seed=0, progress=lambda done: None):
-    """The summary of a run; its "failures" are empty if everything held."""
+def run(folder, num_requests, seed=0, progress=lambda done: None):
+    """The summary of a run, which writes drafts to a folder; its "failures" are empty if everything
+    held."""
     rng, failures, counts = random.Random(seed), [], Counter()
-    worlds = [World(name, *parts, rng, failures, counts) for name, _, *parts in WORLDS]
-    shares = [share for _, share, *_ in WORLDS]
+    folders = {each.name: folder / each.name for each in WORLDS}
+    for each in folders.values():
+        each.mkdir()
+    worlds = [World(each, folders[each.name], rng, failures, counts) for each in WORLDS]
+    shares = [each.share for each in WORLDS]
     start, samples = time.perf_counter(), []
     for world in worlds:  # each at least once, and what is made at first use is made
         world.shift(SHIFT // 5)
@@ -363,6 +383,7 @@ def run(num_requests, seed=0, progress=lambda done: None):
     counts["preempted"] = sum(world.preemptions[0] for world in worlds)
     return {
         "seed": seed,
+        "configs": {world.name: world.config for world in worlds},
         "seconds": round(time.perf_counter() - start, 1),
         **counts,
         "memory": samples,
@@ -387,7 +408,8 @@ def main():
                 f"{done}/{options.requests} requests, {seconds:.0f} s", file=sys.stderr, flush=True
             )
 
-    summary = run(options.requests, options.seed, progress)
+    with TemporaryDirectory() as folder:
+        summary = run(Path(folder), options.requests, options.seed, progress)
     print(json.dumps(summary, indent=2))
     return int(summary["num_failures"] > 0)
 

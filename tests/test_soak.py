@@ -14,33 +14,33 @@ from . import soak
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_nothing_is_lost_or_changed():
-    summary = soak.run(250, seed=1)
+def test_nothing_is_lost_or_changed(tmp_path):
+    summary = soak.run(tmp_path, 250, seed=1)
     assert summary["failures"] == []
     assert summary["requests"] >= 250
     for what in ("preempted", "aborted", "refused", "errors heard", "faulty"):
         assert summary[what] > 0, what
 
 
-def shift_of(name, num_requests=40):
+def shift_of(folder, name, num_requests=40):
     """What one shift in one world complains about."""
-    (parts,) = [parts for each, _, *parts in soak.WORLDS if each == name]
+    (setting,) = [setting for setting in soak.WORLDS if setting.name == name]
     failures = []
-    soak.World(name, *parts, random.Random(3), failures, Counter()).shift(num_requests)
+    soak.World(setting, folder, random.Random(3), failures, Counter()).shift(num_requests)
     return failures
 
 
-def test_it_sees_a_wrong_text(monkeypatch):
+def test_it_sees_a_wrong_text(monkeypatch, tmp_path):
     def without_limits(*args, **fields):
         return Batch(*args, **fields | {"own_limits": None})  # extra tokens depend on the batch
 
     monkeypatch.setattr(speculation, "Batch", without_limits)
-    failures = shift_of("gemma2")
+    failures = shift_of(tmp_path, "gemma2")
     assert failures
     assert all("not as alone" in failure for failure in failures)
 
 
-def test_it_sees_a_lost_block(monkeypatch):
+def test_it_sees_a_lost_block(monkeypatch, tmp_path):
     release = BlockManager.release
 
     lost = []
@@ -51,4 +51,4 @@ def test_it_sees_a_lost_block(monkeypatch):
         release(self, request)
 
     monkeypatch.setattr(BlockManager, "release", forgetful)
-    assert any("blocks" in failure for failure in shift_of("gemma2", 5))
+    assert any("blocks" in failure for failure in shift_of(tmp_path, "gemma2", 5))
