@@ -39,7 +39,7 @@ from .soak_worlds import (
 
 SHIFT = 30  # requests between two moments at which nothing runs
 MOST_AT_ONCE = 20
-MOST_QUIET = 50  # rounds without an event while requests wait
+MOST_QUIET = 500  # rounds without an event while requests wait; some read one token at a time
 LONGEST_PROMPT = 40
 NARROW = "narrow"  # the reference's drafter for a request with a smaller K
 SHOWN = 20  # failures in the summary
