@@ -85,6 +85,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     "deepseek_v4": {"head_dim": 32, "o_groups": 2, "o_lora_rank": 8, **_INDEXED},
+    "dory": {"n_input_layers": 1, "n_output_layers": 1},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "gemma3n_text": {"num_kv_shared_layers": 2, "vocab_size_per_layer_input": 263},
     "gemma4_text": {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 263},
@@ -124,7 +125,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
     "zaya": {"num_experts_per_tok": 1},
 }
-OVERRIDES["inkling2_text"] = OVERRIDES["inkling_text"]
+OVERRIDES["inkling2_text"] = OVERRIDES["inkling_text"] | {"unpadded_vocab_size": 263}
+OVERRIDES["inkling2_loop_text"] = OVERRIDES["inkling2_text"] | {
+    "loop_layer_index_start": 1,
+    "loop_layer_index_end": 3,
+    "loop_num_passes": 2,
+    "n_layers_per_attn_res_block": 1,
+}
 _BERTS = ("bert", "camembert", "data2vec-text", "ernie", "roberta", "xlm-roberta")
 for _name in (*_BERTS, "xmod"):  # the mean of GELU's output would outweigh what differs
     OVERRIDES[_name] = OVERRIDES.get(_name, {}) | {"hidden_act": "tanh"}
