@@ -174,5 +174,5 @@ def test_the_kernel_checks_lengths_by_itself():
     if not library.has_kernel("match_suffix", "cpu"):
         pytest.skip("the CPU extension is not built")
     ids, lengths = torch.zeros(1, 4, dtype=torch.int32), torch.tensor([9]).int()
-    with pytest.raises(ValueError, match=r"^lengths"):
+    with pytest.raises((ValueError, RuntimeError), match=r"^lengths"):  # the latter with torch 2.15
         torch.ops.fastspec.match_suffix(ids, lengths, 1, 2, 3, "latest")

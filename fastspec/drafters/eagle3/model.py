@@ -218,7 +218,7 @@ class EagleDraft(PreTrainedModel, GenerationMixin):
         position_ids: Tensor,
         logits_to_keep: int | Tensor = 0,
         paged_step: Any = None,
-        **kwargs,
+        **unused,  # the cache, through which keys and values only pass
     ) -> CausalLMOutputWithPast:
         embeddings = self.embed_tokens(input_ids)
         states: PagedStates | None = paged_step.target_view
@@ -230,7 +230,6 @@ class EagleDraft(PreTrainedModel, GenerationMixin):
             position_embeddings=self.rotary_emb(embeddings, position_ids),
             attention_mask=None,
             paged_step=paged_step,
-            **kwargs,
         )
         hidden = self.midlayer.finish(residual, attended)
         if states is not None:

@@ -371,7 +371,7 @@ def merge_kernel(
             part_total = tl.load(stats + place * STATS + 1, mask=there, other=0.0)
             decay = tl.load(stats + place * STATS + 2, mask=there, other=1.0)
             part_decay = tl.load(stats + place * STATS + 3, mask=there, other=0.0)
-            seen = there & (d < V.head_size)
+            seen = d < tl.where(there, V.head_size, 0)
             part_mixed = tl.load(partial + place * V.head_size, mask=seen, other=0.0)
             peak = tl.maximum(peak, part_peak)  # as in `merge`
             total = tl.fma(part_total, part_decay, total * decay)

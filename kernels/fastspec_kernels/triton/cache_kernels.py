@@ -139,8 +139,8 @@ def compact_kernel(
 @triton.jit
 def _slot(table, prefix, node, wanted, num_blocks, capacity, strides, BLOCK_SIZE: tl.constexpr):
     """Offset of the entry of each node, and whether it has one."""
-    position = prefix.to(tl.int64) + node
-    inside = wanted & (prefix >= 0) & (position >= 0) & (position < capacity)
+    position = tl.where(prefix >= 0, prefix.to(tl.int64) + node, -1)
+    inside = wanted & (position >= 0) & (position < capacity)
     block = tl.load(table + position // BLOCK_SIZE, mask=inside, other=-1)
     inside = inside & (block >= 0) & (block < num_blocks)
     block_stride, slot_stride = strides

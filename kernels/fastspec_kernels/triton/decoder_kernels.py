@@ -94,7 +94,7 @@ def heads_kernel(
         kv_head = (head - NUM_HEADS) % NUM_KV_HEADS
         target = slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * slot_stride
         target += kv_head * HEAD_SIZE
-        stored = inside & (slot >= 0) & (slot < num_slots)
+        stored = d < tl.where((slot >= 0) & (slot < num_slots), HEAD_SIZE, 0)
         if head < NUM_HEADS + NUM_KV_HEADS:
             key += token * key_stride + kv_head * HEAD_SIZE
             x = _turned(key, key_norm, factors, eps, shift, HEAD_SIZE, ROTARY_SIZE, BLOCK_D)
