@@ -185,8 +185,8 @@ def run_and_print(
                 for transcript in transcripts[num_printed:]:
                     if transcript.output is None:
                         break
+                    num_printed += 1  # first, so that an interrupt prints nothing twice
                     printer.finish(transcript, transcript.output)
-                    num_printed += 1
                 if event.output.error is not None:
                     report(f"prompt {index + 1}: {event.output.error}")
                 bar.start()

@@ -137,7 +137,7 @@ def parse_json_lines(text: str, where: str) -> Iterator[tuple[str, Any]]:
 
 def _is_json(text: str) -> bool:
     try:
-        json.loads(text)
+        json.loads(text, object_pairs_hook=unambiguous)
     except (ValueError, RecursionError):
         return False
     return True

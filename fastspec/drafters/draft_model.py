@@ -128,28 +128,30 @@ class DraftModelDrafter:
         counts = [num_draft_tokens[b] for b in drafting]
         unread, spans = self._unread(own_requests, own_texts, [1] * len(drafting))
         drafts = None
-        whole_drafts = self._single_call if self.runner.graphs is None else self._graphed
+        writer = self._single_call if self.runner.graphs is None else self._graphed
         has_rules = any(request.rules is not None for request in own_requests)
         inputs = unread, spans, counts, sampling, random_inputs
         is_usual = not has_rules and self.runner.paged_model.ranks is None
-        if drafting and is_usual and whole_drafts is not None:
-            drafts = whole_drafts.write(*inputs, self._threshold, keeps_logits)
+        if drafting and is_usual and writer is not None:
+            drafts = writer.write(*inputs, self._threshold, keeps_logits)
         if drafts is None:
             drafts = self._write_by_passes(own_requests, own_texts, *inputs, keeps_logits)
         token_ids, draft_logits, counts = drafts
         for request, text, count in zip(own_requests, own_texts, counts, strict=True):
             self._num_cached[request.request_id] = len(text) + count - 1
-        if len(drafting) == len(texts):
+        # GPU kernels may be compiled for each width at its first use, so there it is always K.
+        width = uniforms.shape[1] if uniforms.is_cuda else token_ids.shape[1]
+        if token_ids.shape == (len(texts), width):
             return drafts
         num_drafted = [0] * len(texts)
         for b, count in zip(drafting, counts, strict=True):
             num_drafted[b] = count
-        shape = len(texts), token_ids.shape[1]
+        shape, columns = (len(texts), width), slice(token_ids.shape[1])
         whole_ids, whole_logits = token_ids.new_full(shape, -1), None
-        whole_ids[places] = token_ids
+        whole_ids[places, columns] = token_ids
         if draft_logits is not None:
             whole_logits = draft_logits.new_zeros((*shape, draft_logits.shape[2]))
-            whole_logits[places] = draft_logits
+            whole_logits[places, columns] = draft_logits
         return whole_ids, whole_logits, num_drafted
 
     def _write_by_passes(
@@ -163,7 +165,8 @@ class DraftModelDrafter:
         random_inputs: dict[str, Tensor],
         keeps_logits: bool,
     ) -> Drafts:
-        """Do what `GraphedDrafts.write` does in one go, for any requests and on any device.
+        """Write what `GraphedDrafts.write` writes in one go, also by rules of requests, on several
+        ranks and down to a confidence; nothing for no texts.
 
         requests, texts: see `write`; the spans are what is unread of the texts, and counts >= 1.
         """

@@ -136,7 +136,7 @@ class SuffixFirst:
         self, proposal: Proposal, copied: dict[int, Sequence[int]], batch: Batch
     ) -> Proposal:
         """Put copies in the rows of some requests; chains are widened to K columns, so that kernels
-        are compiled for two widths at most."""
+        are compiled for few widths."""
         token_ids, parents, device = proposal.token_ids, proposal.parents, batch.device
         lengths = [len(copy) for copy in copied.values()]
         most = batch.num_speculative_tokens

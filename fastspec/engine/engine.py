@@ -199,7 +199,7 @@ class Engine:
             chat_template_kwargs: further arguments for the tokenizer's apply_chat_template, such as
                 chat_template and the variables that the template reads.
         Raises:
-            ValueError: no tokenizer or template, or one that refuses messages or ignores tools.
+            ValueError: no tokenizer or template, or one that refuses messages or reads no tools.
         """
         several = as_conversations(messages)
         given = {"tools": tools, "add_generation_prompt": add_generation_prompt}

@@ -1,8 +1,8 @@
 """Prompts of a model's chat template, and the messages that templates read."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any, cast
 
 from jinja2 import TemplateError
@@ -77,7 +77,7 @@ def chat_text(
         options: further arguments of the tokenizer's apply_chat_template.
     Raises:
         ValueError: there is no tokenizer or no template, a message is malformed or has parts that
-            are not text or more than that, or the template fails or ignores the tools.
+            are not text or more than that, or the template fails or does not read the tools.
     """
     messages = [_template_message(message) for message in messages]
     if tokenizer is None:
@@ -88,33 +88,16 @@ def chat_text(
         raise ValueError(f"chat_template_kwargs: {min(taken)} is given by the messages")
     if tokenizer.chat_template is None and options.get("chat_template") is None:
         raise ValueError("chat: the target's tokenizer has no chat template; give a chat_template")
-    text = _rendered(tokenizer, messages, options)
-    require_unicode("messages", text)
-    if options.get("tools") and text == _rendered_without_tools(tokenizer, messages, options):
-        raise ValueError("tools: the chat template ignores them, so the model would not see them")
-    return text
-
-
-def _rendered_without_tools(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Mapping[str, Any]],
-    options: Mapping[str, Any],
-) -> str | None:
-    """None if the template needs tools."""
-    with suppress(ValueError):
-        return _rendered(tokenizer, messages, {**options, "tools": None})
-    return None
-
-
-def _rendered(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Mapping[str, Any]],
-    options: Mapping[str, Any],
-) -> str:
     try:
-        return str(tokenizer.apply_chat_template(cast(Any, messages), tokenize=False, **options))
+        text = str(tokenizer.apply_chat_template(cast(Any, messages), tokenize=False, **options))
     except _TEMPLATE_ERRORS as error:
         raise ValueError(f"messages: the chat template failed: {one_line(error)}") from error
+    require_unicode("messages", text)
+    if tools := options.get("tools"):
+        template = tokenizer.get_chat_template(options.get("chat_template"), tools)
+        if re.search(r"\btools\b", template) is None:
+            raise ValueError("tools: the chat template does not read them: the model sees none")
+    return text
 
 
 def _template_message(message: Any) -> Mapping[str, Any]:

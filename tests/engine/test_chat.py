@@ -104,8 +104,8 @@ def test_what_the_template_is_told(engine):
         ),
         (
             HI,
-            {"tools": [{"name": "add"}], "chat_template_kwargs": {"chat_template": "hi"}},
-            "tools: the chat template ignores them",
+            {"tools": [{"name": "add"}], "chat_template_kwargs": {"chat_template": "my_tools"}},
+            "tools: the chat template does not read them",
         ),
     ],
 )

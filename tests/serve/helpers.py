@@ -13,7 +13,7 @@ from ..models import byte_tokenizer, perturbed, random_model
 
 MODEL = "tiny-random"
 TEMPLATE = (
-    "{% for tool in ([] if without_tools else tools or []) %}({{ tool.function.name }}){% endfor %}"
+    "{% for tool in tools or [] %}({{ tool.function.name }}){% endfor %}"
     "{% for message in messages %}{{ 1 / 0 if message.role == 'broken' }}"
     "[{{ message.role }}]{{ message.content }}"
     "{% for call in message.tool_calls or [] %}{{ call.function.arguments }}{% endfor %}"

@@ -453,11 +453,6 @@ def test_a_failure_of_the_model_is_the_servers_however_it_is_worded(client, monk
         {"messages": [{"role": "user", "content": "x" * 600}]},
         {"messages": MESSAGES, "top_logprobs": 2},
         {"messages": MESSAGES, "tools": "all"},
-        {
-            "messages": MESSAGES,
-            "tools": [{"function": {"name": "add"}}],
-            "chat_template_kwargs": {"without_tools": True},  # a variable of this template
-        },
         {"messages": MESSAGES, "tool_choice": "required"},
         {"messages": MESSAGES, "parallel_tool_calls": "yes"},
         {"messages": MESSAGES, "max_tokens": 3, "max_completion_tokens": 3},
