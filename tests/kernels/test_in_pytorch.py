@@ -5,14 +5,14 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map
 
 import fastspec_kernels
 from fastspec_kernels import library
 from fastspec_kernels.reference.rng import gumbel
 
 from .border_cases import CALLS
-from .cases import backends_of
+from .cases import backends_of, device_of
 
 WRITTEN = {
     "penalize": ("logits",),
@@ -28,14 +28,15 @@ def tensors_of(values) -> list[Tensor]:
     return [value for value in tree_flatten(values)[0] if isinstance(value, Tensor)]
 
 
-def call_of(op: str) -> dict:
+def call_of(op: str, backend: str) -> dict:
     torch.manual_seed(0)
-    return CALLS[op]()
+    device = device_of(backend)
+    return tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, CALLS[op]())
 
 
 def outcome(op: str, backend: str, run: Callable = lambda f, given: f(given)) -> list[Tensor]:
     """What a call returns, and what it leaves in the tensors that it writes."""
-    given = call_of(op)
+    given = call_of(op, backend)
     out = run(lambda given: getattr(fastspec_kernels, op)(**given, backend=backend), given)
     return tensors_of([out, [given[name] for name in WRITTEN.get(op, ())]])
 
@@ -54,7 +55,7 @@ def test_it_compiles_without_a_graph_break(op):
 @pytest.mark.parametrize(("op", "backend"), WITH_BACKENDS)
 def test_results_are_detached(op, backend):
     """On every backend alike, so that no gradient is lost on its way back."""
-    given = call_of(op)
+    given = call_of(op, backend)
     leaves = {name: value for name, value in given.items() if name not in WRITTEN.get(op, ())}
     for tensor in tensors_of(leaves):
         tensor.requires_grad_(tensor.is_floating_point())
@@ -64,7 +65,7 @@ def test_results_are_detached(op, backend):
 
 @pytest.mark.parametrize(("op", "backend"), [pair for pair in WITH_BACKENDS if pair[0] in WRITTEN])
 def test_autograd_sees_what_is_written_in_place(op, backend):
-    given = call_of(op)
+    given = call_of(op, backend)
     written = tensors_of([given[name] for name in WRITTEN[op]])
     weight = torch.ones(1, requires_grad=True)
     losses = [(weight * tensor.float()).sum() for tensor in written]  # save what is overwritten
@@ -103,7 +104,7 @@ def test_noise_of_the_reference_is_exact():
 )
 def test_strides_of_a_dimension_of_one_do_not_matter(op, backend):
     """Caches of one KV head may be permuted, and have the strides of another layout."""
-    given = call_of(op)
+    given = call_of(op, backend)
     names = [name for name in ("key", "value", "key_cache", "value_cache") if name in given]
     given |= {name: given[name][..., :1, :].contiguous() for name in names}
     odd = {name: tensor.clone() for name, tensor in given.items() if name.endswith("_cache")}
