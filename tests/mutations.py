@@ -328,6 +328,29 @@ MUTATIONS = [
         ("const int64_t word = part * kThreads", "const int64_t word = 0 * part"),
     ),
     *_of(
+        "kernels/fastspec_kernels/triton/rows.py",
+        "tests/triton/test_weights.py",
+        ("token % distance + tl.arange", "tl.arange"),
+        ("tl.where(gone, 0.0, weights)", "weights"),
+    ),
+    *_of(
+        "kernels/fastspec_kernels/triton/residual.py",
+        f"tests/triton/test_weights.py {CHAIN} -k triton",
+        ("tl.where(rest >= MASS_UNIT, rest, 0.0)", "tl.where(rest >= 0.0, rest, 0.0)"),
+        ("(target_prob * weight)", "target_prob"),
+    ),
+    *_of(
+        "kernels/fastspec_kernels/triton/chain_draw.py",
+        f"{CHAIN} -k triton",
+        ("tl.where(here, lost, 0)", "0"),
+        ("tl.load(verdict.draft_best + at)", "best"),
+    ),
+    *_of(
+        "kernels/fastspec_kernels/triton/tree_rules.py",
+        "tests/kernels/test_verify_tree.py -k triton",
+        ("(y >= row.lowest) & (gone == 0)", "y >= row.lowest"),
+    ),
+    *_of(
         "kernels/fastspec_kernels/triton/chain_verdict.py",
         f"{CHAIN} -k triton",
         ("tl.minimum(num, stop), stop", "num, stop"),

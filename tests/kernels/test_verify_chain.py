@@ -156,6 +156,20 @@ def test_block_accepts_a_prefix_that_the_standard_rule_rejects(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("uniform", "token"), [(0.2, 512), (0.3, 512), (0.6, 5000), (0.9, 5000)])
+def test_a_rejected_token_leaves_its_part_of_a_row_to_others(backend, method, uniform, token):
+    """Kernels add up a row in parts, and take the rejected token out of the sum of its part."""
+    row = [-math.inf] * 9000
+    row[0], row[512], row[5000] = math.log(0.8), math.log(0.1), math.log(0.1)
+    case = chain_case([row, row], None, [0], [0.9, uniform])
+    output, accepted_len, logprobs = run({**case, "method": method}, backend)
+    assert accepted_len.tolist() == [0]
+    assert output.tolist() == [[token, PAD_TOKEN_ID]]
+    torch.testing.assert_close(logprobs[0, 0].item(), math.log(0.1), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("method", METHODS)
 def test_invalid_rows_fail_their_sequence_alone(backend, method):
     """A bad row that the text gets to fails the sequence; any other may hold anything."""
     generator = torch.Generator().manual_seed(7)

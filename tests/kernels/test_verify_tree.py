@@ -119,6 +119,26 @@ def test_what_lies_beyond_a_draft_row_is_not_read(backend, rule, mapped):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("uniform", "token"), [(0.2, 1024), (0.3, 1024), (0.6, 5000), (0.9, 5000)])
+def test_rejected_children_leave_their_part_of_a_row_to_others(backend, uniform, token):
+    """Kernels add up a row in parts, and take rejected children out of the sums of theirs."""
+    row = torch.full((9000,), -math.inf)
+    row[[0, 512, 1024, 5000]] = torch.tensor([0.5, 0.3, 0.1, 0.1]).log()
+    case = {
+        "target_logits": row.repeat(4, 1),
+        "cu_rows": torch.tensor([0, 4], dtype=torch.int32),
+        "tree_token_ids": torch.tensor([[7, 0, 512, 512]], dtype=torch.int32),
+        "parents": torch.tensor([[-1, 0, 0, 0]], dtype=torch.int32),
+        "uniform_samples": torch.tensor([[0.85, 0.0, 0.0, 0.0, uniform]]),
+        "sibling_rule": "target_only",
+    }
+    path, output, accepted_len, logprobs = run(case, backend)
+    assert (accepted_len.tolist(), path[0, 0].item()) == ([0], PAD_TOKEN_ID)
+    assert output.tolist() == [[token, *[PAD_TOKEN_ID] * 3]]
+    torch.testing.assert_close(logprobs[0, 0].item(), math.log(0.1), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("edge", TREE_EDGES, ids=lambda edge: edge.name)
 def test_edges(backend, edge):
     verify = partial(verify_tree, backend=backend)

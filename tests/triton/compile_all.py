@@ -25,13 +25,15 @@ BINARIES = Path(triton.__path__[0]) / "backends/nvidia/bin"
 BATCH, NUM_DRAFT = 2, 4
 
 
-def recorded_launches(every_variant: bool) -> list[tuple]:
+def recorded_launches(capability: int, every_variant: bool) -> list[tuple]:
     """Kernel, arguments and options of the launches of every op, none of them carried out."""
     launches = []
 
     def record(kernel, *args, grid, warmup, **options):
         if "INTERPRETED" in options:  # what a GPU gets, though the tensors are on the CPU
             options["INTERPRETED"] = False
+        if "PDL" in options:
+            options |= overlap(capability)
         launches.append((kernel, args, options))
 
     JITFunction.run = record
@@ -61,6 +63,11 @@ def recorded_launches(every_variant: bool) -> list[tuple]:
         _call_decoder(torch.float32, True)
         _call_ones()
     return launches
+
+
+def overlap(capability: int) -> dict[str, bool]:
+    """What a launch of a kernel that knows PDL gets on a GPU."""
+    return {"PDL": True, "launch_pdl": True} if capability >= 90 else {"PDL": False}
 
 
 def _call_ones() -> None:
@@ -222,7 +229,7 @@ def executed(code: list[tuple[str, str, str, str]]) -> int:
         following = [ways[i + 1]]
         if name == "EXIT" and not predicate:
             following = [(0, 0)]
-        if name == "BRA":
+        if name in ("BRA", "BRA.U"):
             target = place.get(int(operands.split("0x")[1], 16), 0)
             is_sure = not predicate and "P" not in operands
             following = [] if is_sure and target > i else following
@@ -243,7 +250,7 @@ def _has_minimum(signature: dict) -> bool:
 
 def main(capability: int, only: str = "") -> None:
     seen = set()
-    for kernel, args, options in recorded_launches(every_variant=capability == 90 and not only):
+    for kernel, args, options in recorded_launches(capability, capability == 90 and not only):
         if only not in kernel.fn.__name__:
             continue
         compiled = compile_launch(kernel, args, options, capability)

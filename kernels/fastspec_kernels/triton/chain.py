@@ -49,6 +49,8 @@ def verify_chain(
         position=new((batch,)),
         rejected=new((batch,)),
         weight=new((batch, num_weighed), dtype=torch.float32),
+        draft_best=new((batch, num_weighed), dtype=torch.float32),
+        ratio=new((batch, num_weighed), dtype=torch.float32),
         output_token_ids=new((batch, num_draft + 1)),
         accepted_len=new((batch,)),
         logprobs=new((batch, num_draft + 1), dtype=torch.float32),
@@ -82,7 +84,7 @@ def verify_chain(
             *residual,
             tiling.num_tiles,
             **cut,
-            num_warps=tiling.tile_warps,
+            num_warps=tiling.tile_warps if draft_token_map is not None else tiling.statistics_warps,
         )
     if is_block:
         launch(block_kernel, batch, *args, sums, tiling.num_tiles, **rule)

@@ -4,20 +4,30 @@ import triton
 import triton.language as tl
 
 from fastspec_kernels.triton.draw import pick_tile, pick_token
-from fastspec_kernels.triton.residual import residual_of_tile
+from fastspec_kernels.triton.overlap import wait_for_previous
+from fastspec_kernels.triton.residual import (
+    load_at_target_ids,
+    ratio_of,
+    residual_weights,
+    slot_of_draft,
+)
 from fastspec_kernels.triton.rows import (
     LN_2,
     argmax_of,
+    group_of,
     log_of_mass,
     masses_of,
     merge_row,
+    sum_masses,
     threshold_of,
     tile_weights,
+    to_mass,
+    units_lost,
+    weights_of,
 )
 from fastspec_kernels.triton.slots import (
     INFINITY,
     find_target,
-    flag,
     load_logits,
     target_slot,
     temperature_of,
@@ -41,8 +51,10 @@ def residual_kernel(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     MERGED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program per sequence, weighed step and tile: mass of the residual."""
+    wait_for_previous(PDL)
     tile = tl.program_id(0) % num_tiles
     at = tl.program_id(0) // num_tiles
     b = at // num_weighed
@@ -52,24 +64,24 @@ def residual_kernel(
     weight = tl.load(verdict.weight + at)
     total = tl.full([], 0, tl.int64)
     if weight > 0:
-        masses = residual_of_tile(
-            target,
-            draft,
-            slots,
-            sampling,
-            tiles,
-            draft_slots,
-            draft_tiles,
-            chain,
-            b,
-            step,
-            weight,
-            tile,
-            num_tiles,
-            TILE,
+        slot = target_slot(slots, b, step)
+        offset, row, _, _ = find_target(target, slots, slot)
+        ids = tile * TILE + tl.arange(0, TILE)
+        inside = ids < target.vocab
+        x = load_logits(target, offset, row, ids, inside)
+        y = load_at_target_ids(draft, chain.token_map, b, step, ids, inside)
+        scale, _, _ = temperature_of(sampling, b)
+        best, draft_best, ratio = ratio_of(
+            slots, sampling, tiles, draft_slots, draft_tiles, chain, b, step, weight, num_tiles,
             MERGED,
-        )
-        total = tl.sum(masses, 0)
+        )  # fmt: skip
+        if tile == 0:
+            tl.store(verdict.draft_best + at, draft_best)
+            tl.store(verdict.ratio + at, ratio)
+        lowest = threshold_of(tiles, slot)
+        draft_lowest = threshold_of(draft_tiles, slot_of_draft(draft_slots, b, step))
+        weights = residual_weights(x, best, lowest, y, draft_best, draft_lowest, scale, ratio)
+        total = sum_masses(weights)
     tl.store(sums + at.to(tl.int64) * num_tiles + tile, total)
 
 
@@ -90,8 +102,10 @@ def draw_kernel(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     MERGED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program per sequence: the extra token, or no output if the row it needs is invalid."""
+    wait_for_previous(PDL)
     b = tl.program_id(0)
     step = tl.load(verdict.position + b)
     rejected = tl.load(verdict.rejected + b)
@@ -138,30 +152,22 @@ def draw_kernel(
 
             tile, share = pick_tile(masses, uniform, MERGED)
             ids = tile * TILE + tl.arange(0, TILE)
-            x = load_logits(target, offset, row, ids, ids < target.vocab)
-            weights = tile_weights(x, tl.max(x, 0), scale)
-            weights = tl.where((x >= lowest) & (ids != banned), weights, 0)
+            inside = ids < target.vocab
+            x = load_logits(target, offset, row, ids, inside)
             if draft.logits is not None and has_residual & (rejected >= 0):
                 at = b * num_weighed
                 if BLOCK:
                     at += rejected
-                weights = residual_of_tile(
-                    target,
-                    draft,
-                    slots,
-                    sampling,
-                    tiles,
-                    draft_slots,
-                    draft_tiles,
-                    chain,
-                    b,
-                    step,
-                    tl.load(verdict.weight + at),
-                    tile,
-                    num_tiles,
-                    TILE,
-                    MERGED,
-                )
+                y = load_at_target_ids(draft, chain.token_map, b, step, ids, inside)
+                draft_lowest = threshold_of(draft_tiles, slot_of_draft(draft_slots, b, step))
+                rest_of_tile = residual_weights(
+                    x, best, lowest, y, tl.load(verdict.draft_best + at), draft_lowest, scale,
+                    tl.load(verdict.ratio + at),
+                )  # fmt: skip
+                weights = to_mass(rest_of_tile)
+            else:
+                weights = tile_weights(x, tl.max(x, 0), scale)
+                weights = tl.where((x >= lowest) & (ids != banned), weights, 0)
             token = pick_token(weights, ids, share)
             value = tl.max(tl.where(ids == token, x, -INFINITY), 0)
         out = b * (chain.num_draft + 1) + step
@@ -189,7 +195,9 @@ def _without_token(
     tile = tl.arange(0, MERGED)
     at = slot.to(tl.int64) * num_tiles + tile
     totals = tl.load(tiles.total + at, mask=tile < num_tiles, other=0)
-    x = load_logits(target, offset, row, token, (token >= 0) & (token < target.vocab))
-    hit = (tile == token // TILE) & flag(x >= lowest)
-    totals -= tl.where(hit, tile_weights(tl.where(hit, x, maxima), maxima, scale), 0)
-    return masses_of(totals, maxima, best, scale)
+    here = tile == token // TILE
+    ids = group_of(token, TILE)
+    x = load_logits(target, offset, row, ids, (ids >= 0) & (ids < target.vocab))
+    weights = weights_of(x, tl.max(tl.where(here, maxima, -INFINITY), 0), scale)
+    lost = units_lost(tl.where(x >= lowest, weights, 0.0), ids == token)
+    return masses_of(totals - tl.where(here, lost, 0), maxima, best, scale)

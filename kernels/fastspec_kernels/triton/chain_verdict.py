@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from fastspec_kernels.triton.overlap import wait_for_previous
 from fastspec_kernels.triton.residual import column_of, prob_by_logsumexp
 from fastspec_kernels.triton.rows import (
     LN_2,
@@ -33,6 +34,8 @@ class Verdict(NamedTuple):
     position: Any  # i32 [B], row of the extra token, -1 = none
     rejected: Any  # i32 [B], step at which a proposal was rejected by chance, -1 = none
     weight: Any  # f32 [B, weighed steps], factor of the target in the residual; <= 0 = no residual
+    draft_best: Any  # f32 like weight, best logit of the draft row of a residual
+    ratio: Any  # f32 like weight, factor of that row's weights in the residual
     output_token_ids: Any  # i32 [B, K+1]
     accepted_len: Any  # i32 [B]
     logprobs: Any  # f32 [B, K+1]
@@ -51,8 +54,10 @@ def verdict_kernel(
     num_tiles,
     STEPS: tl.constexpr,
     MERGED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program per sequence: the standard rule."""
+    wait_for_previous(PDL)
     b = tl.program_id(0)
     step = tl.arange(0, STEPS)
     tokens, num, present = proposals_of(slots, chain, b, STEPS)

@@ -157,7 +157,7 @@ def search_thresholds(
         *args,
         tiling.num_tiles,
         TILE=tiling.tile,
-        num_warps=tiling.tile_warps,
+        num_warps=tiling.statistics_warps,
     )
 
 

@@ -1,5 +1,6 @@
 """The one place that launches kernels."""
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,11 +17,21 @@ def launch(
     # Fused multiply-adds are requested explicitly where wanted, so equal code gives equal bits.
     options = {"num_warps": num_warps, "enable_fp_fusion": False, **constants}
     device = _device_of(args)
+    if "PDL" in kernel.arg_names:
+        options["PDL"] = _may_overlap(device)
+        if options["PDL"]:
+            options["launch_pdl"] = True
     if device.type == "cuda":
         with torch.cuda.device(device):  # Triton launches on the current device
             kernel[grid](*args, **options)
     else:
         kernel[grid](*args, **options)
+
+
+@cache
+def _may_overlap(device: torch.device) -> bool:
+    """Whether a GPU can begin a launch before the one before it has ended, from Hopper on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _device_of(args: tuple) -> torch.device:

@@ -3,22 +3,18 @@
 import triton
 import triton.language as tl
 
-from fastspec_kernels.triton.rows import MASS_ONE, merge_row, threshold_of, to_mass
+from fastspec_kernels.triton.rows import MASS_ONE, MASS_UNIT, merge_row, threshold_of
 from fastspec_kernels.triton.slots import (
     INFINITY,
     draft_slot,
-    find_target,
     load_draft,
-    load_logits,
     target_slot,
     temperature_of,
 )
 
 
 @triton.jit
-def residual_of_tile(
-    target,
-    draft,
+def ratio_of(
     slots,
     sampling,
     tiles,
@@ -28,28 +24,28 @@ def residual_of_tile(
     b,
     step,
     weight,
-    tile,
     num_tiles,
-    TILE: tl.constexpr,
     MERGED: tl.constexpr,
 ):
-    """Masses [TILE] of max(weight * target - draft, 0), in units of weight * target's best."""
+    """Best logits of a step's target and draft rows, and the factor of the draft's weights.
+
+    The residual is max(target - factor * draft, 0), both relative to their best logits.
+    """
     scale, _, _ = temperature_of(sampling, b)
     slot = target_slot(slots, b, step)
-    offset, row, _, _ = find_target(target, slots, slot)
     best, _, _, masses = merge_row(tiles, slot, num_tiles, scale, MERGED)
-    lowest = threshold_of(tiles, slot)
-    draft_best, draft_prob, draft_lowest = draft_row_of(
+    draft_best, draft_prob, _ = draft_row_of(
         draft_slots, draft_tiles, sampling, chain, b, step, num_tiles, MERGED
     )
     target_prob = MASS_ONE / tl.sum(masses, 0).to(tl.float64)  # of the best logit
     ratio = tl.minimum(draft_prob / (target_prob * weight), 1e30).to(tl.float32)
+    return best, draft_best, ratio
 
-    ids = tile * TILE + tl.arange(0, TILE)
-    inside = ids < target.vocab
-    x = load_logits(target, offset, row, ids, inside)
-    y = load_at_target_ids(draft, chain.token_map, b, step, ids, inside)
-    return residual_masses(x, best, lowest, y, draft_best, draft_lowest, scale, ratio)
+
+@triton.jit
+def slot_of_draft(draft_slots, b, step):
+    """The slot of a step's draft row, which may be the only one of its sequence."""
+    return draft_slot(draft_slots, b, step if draft_slots.position is None else 0)
 
 
 @triton.jit
@@ -65,7 +61,7 @@ def draft_row_of(
 ):
     """Best logit of a draft row, its probability (f64), and the lowest kept logit."""
     scale, _, _ = temperature_of(sampling, b)
-    slot = draft_slot(draft_slots, b, step if draft_slots.position is None else 0)
+    slot = slot_of_draft(draft_slots, b, step)
     best, _, _, masses = merge_row(draft_tiles, slot, num_tiles, scale, MERGED)
     if chain.logsumexp is None:
         prob = MASS_ONE / tl.maximum(tl.sum(masses, 0), 1).to(tl.float64)
@@ -104,8 +100,13 @@ def column_of(draft, token_map, ids, inside):
 
 
 @triton.jit
-def residual_masses(x, best, lowest, y, draft_best, draft_lowest, scale, ratio):
-    """Masses of max(target - ratio * draft, 0), both relative to their best logits."""
-    target_weight = tl.where(x >= lowest, tl.exp2((x - best) * scale), 0.0)
-    draft_weight = tl.where(y >= draft_lowest, tl.exp2((y - draft_best) * scale), 0.0)
-    return to_mass(tl.maximum(tl.fma(-draft_weight, ratio, target_weight), 0.0))
+def residual_weights(x, best, lowest, y, draft_best, draft_lowest, scale, ratio):
+    """Weights of max(target - ratio * draft, 0), both relative to their best logits.
+
+    Those too small to have a mass are 0.
+    """
+    # Comparisons with -inf, where nothing is filtered, compile to nothing this way round.
+    target_weight = tl.where(x < lowest, 0.0, tl.exp2((x - best) * scale))
+    draft_weight = tl.where(y < draft_lowest, 0.0, tl.exp2((y - draft_best) * scale))
+    rest = tl.fma(-draft_weight, ratio, target_weight)
+    return tl.where(rest >= MASS_UNIT, rest, 0.0)

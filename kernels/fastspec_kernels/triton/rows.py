@@ -10,8 +10,10 @@ from fastspec_kernels.triton.slots import INFINITY
 LN_2 = tl.constexpr(0.6931471805599453)
 TILE_ONE = tl.constexpr(2147483648.0)  # 2**31, the weight of a tile's best logit
 MASS_ONE = tl.constexpr(1099511627776.0)  # 2**40, the weight of a row's best logit
+MASS_UNIT = tl.constexpr(9.094947017729282e-13)  # 1 / MASS_ONE
 MASS_PER_TILE_UNIT = tl.constexpr(512.0)  # MASS_ONE / TILE_ONE
-# Adding this rounds a number in [0, 1] to a multiple of 2**-12, counted by the lowest bits.
+GROUP = tl.constexpr(8)  # weights of a tile whose sum is a float
+# Adding this rounds a number in [0, GROUP] to a multiple of 2**-12, counted by the lowest bits.
 COARSE = tl.constexpr(2048.0)
 COARSE_BITS = tl.constexpr(0x45000000)
 COARSE_SHIFT = tl.constexpr(19)  # TILE_ONE has 2**19 units for each multiple
@@ -45,6 +47,28 @@ def weights_of(x, best, scale):
 
 
 @triton.jit
+def sum_groups(weights):
+    """Sums [T // GROUP] of the weights [T] that are T // GROUP apart, added in pairs.
+
+    The order is written out, so every launch gets the same bits. The members of a group are in
+    the registers of one thread wherever a thread holds several runs of a tile.
+    """
+    distance: tl.constexpr = weights.shape[0] // GROUP
+    pairs = tl.reshape(tl.trans(tl.reshape(weights, [GROUP, distance])), [distance, 2, 2, 2])
+    a, b = tl.split(pairs)
+    a, b = tl.split(a + b)
+    a, b = tl.split(a + b)
+    return a + b
+
+
+@triton.jit
+def group_of(token, TILE: tl.constexpr):
+    """The ids [GROUP] whose weights are added first to that of a token."""
+    distance: tl.constexpr = TILE // GROUP
+    return token // TILE * TILE + token % distance + tl.arange(0, GROUP) * distance
+
+
+@triton.jit
 def split_weights(weights):
     """Weights rounded to 1 / TILE_ONE: multiples of 2**-12, and the signed rest in units, both i32.
 
@@ -59,9 +83,19 @@ def split_weights(weights):
 
 @triton.jit
 def sum_weights(weights):
-    """Exact sum of the rounded weights of one tile, in units of 1 / TILE_ONE."""
-    coarse, rest = split_weights(weights)
+    """Sum of the weights of one tile, in units of 1 / TILE_ONE: exact for the sums of its groups.
+
+    Groups are added as floats, so an eighth of the rounding is left, and each group has a relative
+    error of at most 3 * 2**-24.
+    """
+    coarse, rest = split_weights(sum_groups(weights))
     return (tl.sum(coarse, 0).to(tl.int64) << COARSE_SHIFT) + tl.sum(rest, 0)
+
+
+@triton.jit
+def units_lost(weights, gone):
+    """How much less the sum of a tile is when some [GROUP] of the weights of a group are zero."""
+    return sum_weights(weights) - sum_weights(tl.where(gone, 0.0, weights))
 
 
 @triton.jit
@@ -73,10 +107,19 @@ def tile_weights(x, best, scale):
 
 @triton.jit
 def to_mass(weight):
-    """Weights in [0, 1] in units of 1 / MASS_ONE, truncated, using only shifts."""
+    """Weights in [0, GROUP] in units of 1 / MASS_ONE, truncated, using only shifts."""
     bits = weight.to(tl.int32, bitcast=True)
-    significand = ((bits & 0x7FFFFF) | 0x800000).to(tl.int64) << 17
-    return significand >> tl.minimum(127 - (bits >> 23), 63).to(tl.int64)
+    significand = ((bits & 0x7FFFFF) | 0x800000).to(tl.int64) << 20
+    return significand >> tl.minimum(130 - (bits >> 23), 63).to(tl.int64)
+
+
+@triton.jit
+def sum_masses(weights):
+    """The mass of weights that are 0 or at least 1 / MASS_ONE, from the sums of their groups.
+
+    It is 0 only where all of their masses are.
+    """
+    return tl.sum(to_mass(sum_groups(weights)), 0)
 
 
 @triton.jit

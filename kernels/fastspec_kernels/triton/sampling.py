@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fastspec_kernels.triton.draw import pick_tile, pick_token
 from fastspec_kernels.triton.launch import launch
+from fastspec_kernels.triton.overlap import wait_for_previous
 from fastspec_kernels.triton.rows import (
     LN_2,
     MASS_ONE,
@@ -124,8 +125,11 @@ def sample(
 
 
 @triton.jit
-def row_stats_kernel(sampling, tiles, logsumexp, threshold, num_tiles, MERGED: tl.constexpr):
+def row_stats_kernel(
+    sampling, tiles, logsumexp, threshold, num_tiles, MERGED: tl.constexpr, PDL: tl.constexpr
+):
     """One program per row."""
+    wait_for_previous(PDL)
     row = tl.program_id(0)
     scale, greedy, usable = temperature_of(sampling, row)
     best, valid, _, masses = merge_row(tiles, row, num_tiles, scale, MERGED)
@@ -185,8 +189,10 @@ def sample_kernel(
     num_tiles,
     TILE: tl.constexpr,
     MERGED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program per row."""
+    wait_for_previous(PDL)
     slot = tl.program_id(0)
     offset, row, index, _ = find_target(rows, slots, slot)
     scale, greedy, usable = temperature_of(sampling, index)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fastspec_kernels.triton.filters import search_thresholds
 from fastspec_kernels.triton.launch import launch
+from fastspec_kernels.triton.overlap import wait_for_previous
 from fastspec_kernels.triton.rows import OUTSIDE, Tiles, sum_weights, weights_of
 from fastspec_kernels.triton.slots import (
     INFINITY,
@@ -76,8 +77,11 @@ def tiles_of(target: Rows, draft: Rows, slots: Slots, sampling: Params, num_slot
 
 
 @triton.jit
-def tile_statistics_kernel(target, draft, slots, sampling, tiles, num_tiles, TILE: tl.constexpr):
+def tile_statistics_kernel(
+    target, draft, slots, sampling, tiles, num_tiles, TILE: tl.constexpr, PDL: tl.constexpr
+):
     """Program (sequence, tile, step): maximum, sum of weights, and extra values of some rows."""
+    wait_for_previous(PDL)
     index = tl.program_id(0)
     tile = tl.program_id(1)
     step = tl.program_id(2)

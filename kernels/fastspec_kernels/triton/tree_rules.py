@@ -3,14 +3,16 @@
 import triton
 import triton.language as tl
 
-from fastspec_kernels.triton.residual import draft_row_of, load_at_target_ids, residual_masses
+from fastspec_kernels.triton.residual import draft_row_of, load_at_target_ids, residual_weights
 from fastspec_kernels.triton.rows import (
     MASS_ONE,
     OUTSIDE,
     argmax_of,
+    group_of,
     masses_of,
-    tile_weights,
     to_mass,
+    units_lost,
+    weights_of,
 )
 from fastspec_kernels.triton.slots import (
     INFINITY,
@@ -87,9 +89,14 @@ def by_mass(
         if accepts:
             judging = 0
         else:
-            hit = (tile == token // TILE) & counts
-            gone = tile_weights(tl.where(hit, x, row.maxima), row.maxima, scale)
-            totals -= tl.where(hit, gone, 0)
+            here = tile == token // TILE
+            ids = group_of(token, TILE)
+            y = load_logits(target, row.offset, row.row, ids, (ids >= 0) & (ids < target.vocab))
+            weights = weights_of(y, tl.max(tl.where(here, row.maxima, -INFINITY), 0), scale)
+            earlier = (parents == node) & (tl.arange(0, NODES) < child)
+            gone = tl.max(((ids[:, None] == tokens[None, :]) & earlier[None, :]).to(tl.int32), 1)
+            weights = tl.where((y >= row.lowest) & (gone == 0), weights, 0.0)
+            totals -= tl.where(here, units_lost(weights, ids == token), 0)
             child = next_child(parents, node, child, NODES)
             judging = tl.where(child < OUTSIDE, 1, 0)
     return child, masses_of(totals, row.maxima, row.best, scale)
@@ -139,7 +146,10 @@ def by_rejection(
         x = load_logits(target, row.offset, row.row, token, known)
         y = load_at_target_ids(draft, tree.token_map, b, node, token, known)
         draft_weight = tl.where(y >= draft_lowest, tl.exp2((y - draft_best) * scale), 0.0)
-        mass = residual_masses(x, row.best, row.lowest, y, draft_best, draft_lowest, scale, ratio)
+        weight = residual_weights(
+            x, row.best, row.lowest, y, draft_best, draft_lowest, scale, ratio
+        )
+        mass = to_mass(weight)
         draft_mass = to_mass(draft_weight)
         if WITHOUT_REPLACEMENT:
             is_new = _is_repeated(tokens, parents, node, child, token, NODES) == 0
@@ -196,8 +206,10 @@ def _residual_sums(
         inside = ids < target.vocab
         x = load_logits(target, row.offset, row.row, ids, inside)
         y = load_at_target_ids(draft, tree.token_map, b, node, ids, inside)
-        masses = residual_masses(x, row.best, row.lowest, y, draft_best, draft_lowest, scale, ratio)
-        sums = tl.where(index == tile, tl.sum(masses, 0), sums)
+        weights = residual_weights(
+            x, row.best, row.lowest, y, draft_best, draft_lowest, scale, ratio
+        )
+        sums = tl.where(index == tile, tl.sum(to_mass(weights), 0), sums)
         weight = tl.where(y >= draft_lowest, tl.exp2((y - draft_best) * scale), 0.0)
         draft_sum += to_mass(weight)
     return sums, tl.sum(draft_sum, 0)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from fastspec_kernels.triton.draw import pick_tile, pick_token
-from fastspec_kernels.triton.residual import load_at_target_ids, residual_masses
+from fastspec_kernels.triton.residual import load_at_target_ids, residual_weights
 from fastspec_kernels.triton.rows import (
     LN_2,
     OUTSIDE,
@@ -15,6 +15,7 @@ from fastspec_kernels.triton.rows import (
     merge_row,
     threshold_of,
     tile_weights,
+    to_mass,
 )
 from fastspec_kernels.triton.slots import (
     INFINITY,
@@ -148,9 +149,10 @@ def walk_kernel(
                         slots, tiles, sampling, tree, row, b, node, taken, num_tiles, MERGED
                     )
                     y = load_at_target_ids(draft, tree.token_map, b, node, ids, ids < target.vocab)
-                    weights = residual_masses(
+                    left = residual_weights(
                         x, row.best, row.lowest, y, draft_best, draft_lowest, scale, ratio
                     )
+                    weights = to_mass(left)
             token = pick_token(weights, ids, share)
             value = tl.max(tl.where(ids == token, x, -INFINITY), 0)
         logprob = (value - row.best) * scale * LN_2 - log_of_mass(tl.sum(row.masses, 0))

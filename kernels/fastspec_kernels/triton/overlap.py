@@ -1,0 +1,20 @@
+"""Kernels that begin before the launch before them has ended (CUDA: programmatic dependent launch).
+
+The one place that launches kernels passes PDL where the GPU can do this.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def wait_for_previous(PDL: tl.constexpr):
+    """Wait for what the launch before this one wrote, and let the next one begin.
+
+    Before this, a kernel may read only what no kernel writes, and must not write. Every program
+    has to pass here, also one without work: the next launch takes it to mean that all earlier ones
+    have ended.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
