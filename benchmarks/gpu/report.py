@@ -31,7 +31,7 @@ logits_to_probs, sample, sample_coupled and verify_chain exist at those commits 
 
 The engine's times are of [a fifth run](kernels.md#a-fifth-run), that of EAGLE-3 with 16 sequences
 of a fourth and that of Hugging Face's `generate` of a second. The kernels' times are of a first run
-(commits 35ad562 and 71bd2a9) and the fifth."""
+(commits 35ad562 and 71bd2a9), the fifth and [a sixth](kernels.md#a-sixth-run)."""
 MEANING = """\
 Times are medians in microseconds. The columns:
 
