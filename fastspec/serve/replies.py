@@ -6,7 +6,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 from transformers import PreTrainedTokenizerBase
@@ -67,6 +67,18 @@ def acceptance(outputs: Iterable[RequestOutput], num_spec_tokens: int) -> dict[s
             "num_spec_tokens": num_spec_tokens,
         }
     }
+
+
+class _Prompt(NamedTuple):
+    """What an echo puts in front of a text."""
+
+    text: str
+    token_ids: Sequence[int]
+    logprobs: Sequence[float | None]
+    top_logprobs: Sequence[Mapping[int, float] | None]
+
+
+_NO_PROMPT = _Prompt("", (), (), ())
 
 
 class Answer:
@@ -175,14 +187,34 @@ class Answer:
 
     def _whole_choice(self, index: int, output: RequestOutput) -> dict[str, Any]:
         choice = self._choice(index, output)
+        prompt = self._prompt(index) if self._asked.echo else _NO_PROMPT
         if self._is_chat:
             choice["message"] = {"role": "assistant", "content": output.text}
         else:
-            choice["text"] = output.text
+            choice["text"] = prompt.text + output.text
         if output.logprobs is not None:
             tops = output.top_logprobs
-            choice["logprobs"] = self._logprobs(index, output.token_ids, output.logprobs, tops)
+            choice["logprobs"] = self._logprobs(
+                index,
+                [*prompt.token_ids, *output.token_ids],
+                [*prompt.logprobs, *output.logprobs],
+                None if tops is None else [*prompt.top_logprobs, *tops],
+            )
         return choice | self._writers(output.token_ids, output.sources, output.drafters)
+
+    def _prompt(self, index: int) -> "_Prompt":
+        """What an echo adds to a choice; of several texts of a prompt the first has its numbers."""
+        place, n = index // self._asked.params.n, self._asked.params.n
+        (first,) = (output for number, output in self._outputs if number == place * n)
+        token_ids, given = first.prompt_token_ids, self._asked.prompts[place]
+        if not isinstance(given, str):
+            given = b"".join(self._decode(token_id)[1] for token_id in token_ids).decode(
+                errors="replace"
+            )
+        tops = first.prompt_logprobs or [None] * len(token_ids)
+        pairs = zip(token_ids, tops, strict=True)
+        logprobs = [None if top is None else top[token_id] for token_id, top in pairs]
+        return _Prompt(given, token_ids, logprobs, tops)
 
     def _choice(self, index: int, output: RequestOutput | None) -> dict[str, Any]:
         reason = None if output is None else output.finish_reason
@@ -196,22 +228,25 @@ class Answer:
         self,
         index: int,
         token_ids: Sequence[int],
-        logprobs: Sequence[float],
-        tops: Sequence[Mapping[int, float]] | None,
+        logprobs: Sequence[float | None],
+        tops: Sequence[Mapping[int, float] | None] | None,
     ) -> dict[str, Any]:
-        """Log-probabilities of a choice's next tokens; an offset counts the text before a token."""
+        """Log-probabilities of a choice's next tokens; an offset counts the text before a token.
+
+        The first token of a prompt has none.
+        """
         tokens = [self._decode(token_id) for token_id in token_ids]
-        values = [max(logprob, _LEAST_LOGPROB) for logprob in logprobs]
+        values = [_finite(logprob) for logprob in logprobs]
         best = [
-            [(self._decode(t), max(value, _LEAST_LOGPROB)) for t, value in top.items()]
+            [(self._decode(token_id), _finite(value)) for token_id, value in (top or {}).items()]
             for top in tops or ()
         ]
         if self._is_chat:
             count = self._asked.params.logprobs or 0
-            best = [[_token(*pair) for pair in pairs[:count]] for pairs in best]
-            best = best or [[] for _ in tokens]
-            pairs = zip(tokens, values, best, strict=True)
-            content = [{**_token(token, v), "top_logprobs": b} for token, v, b in pairs]
+            lists = [[_token(*pair) for pair in pairs[:count]] for pairs in best]
+            lists = lists or [[] for _ in tokens]
+            rows = zip(tokens, values, lists, strict=True)
+            content = [{**_token(token, v), "top_logprobs": tops} for token, v, tops in rows]
             return {"content": content, "refusal": None}
         decoder = self._decoders.setdefault(index, _UTF8(errors="replace"))
         length, offsets = self._offsets.get(index, 0), []
@@ -223,7 +258,10 @@ class Answer:
             "tokens": [text for text, _ in tokens],
             "token_logprobs": values,
             # Of tokens of the same text the likeliest.
-            "top_logprobs": [{t: v for (t, _), v in reversed(pairs)} for pairs in best] or None,
+            "top_logprobs": [
+                {text: value for (text, _), value in reversed(pairs)} or None for pairs in best
+            ]
+            or None,
             "text_offset": offsets,
         }
 
@@ -262,7 +300,11 @@ def token_text(tokenizer: PreTrainedTokenizerBase | None, token_id: int) -> tupl
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in own), own
 
 
-def _token(token: tuple[str, bytes], logprob: float) -> dict[str, Any]:
+def _finite(logprob: float | None) -> float | None:
+    return None if logprob is None else max(logprob, _LEAST_LOGPROB)
+
+
+def _token(token: tuple[str, bytes], logprob: float | None) -> dict[str, Any]:
     return {"token": token[0], "logprob": logprob, "bytes": list(token[1])}
 
 

@@ -73,6 +73,7 @@ class Asked:
         fields: names of those that the client gave.
         is_open_ended: whether params.max_tokens is the server's limit rather than the client's
             choice, so that fewer tokens are acceptable.
+        echo: whether each text begins with its prompt.
     """
 
     prompts: Sequence[str | list[int]] | Sequence[Message]
@@ -85,6 +86,7 @@ class Asked:
     template: Mapping[str, Any] | None = None
     fields: Set[str] = frozenset()
     is_open_ended: bool = False
+    echo: bool = False
 
 
 def field_of(message: str, given: Set[str], known: Set[str]) -> str | None:
@@ -127,10 +129,9 @@ def completion(
     fits = isinstance(several, list) and bool(several)
     fits = fits and (all(map(_is_text, several)) or all(map(_is_ids, several)))
     require("prompt", prompt, fits, "a string, a list of token ids, or a list of either")
-    for name, neutral in (("suffix", ""), ("echo", False)):
-        value = given.get(name, neutral)
-        is_neutral = type(value) is type(neutral) and value == neutral
-        refuse(name, None if is_neutral else value, "not supported")
+    refuse("suffix", given.get("suffix", "") or None, "not supported")
+    echo = _flag(given, "echo")
+    refuse("echo", (echo and _flag(given, "stream")) or None, "not with stream")
     n, best_of = given.get("n", 1), given.get("best_of")
     fits = best_of is None or (is_int(best_of) and best_of == n)
     require("best_of", best_of, fits, f"n ({n!r})")
@@ -141,7 +142,9 @@ def completion(
         fits = is_int(logprobs) and 0 <= logprobs <= _MOST_LOGPROBS
         require("logprobs", logprobs, fits, f"0 to {_MOST_LOGPROBS}")
         fields["logprobs"] = logprobs
-    return _asked(several, fields, given, drafters)
+        if echo:
+            fields["prompt_logprobs"] = logprobs
+    return replace(_asked(several, fields, given, drafters), echo=echo)
 
 
 def chat(body: Mapping[str, Any], config: ServeConfig, drafters: Mapping[str, str | None]) -> Asked:

@@ -4,7 +4,7 @@ import threading
 import time
 from contextlib import contextmanager
 
-from fastspec import Engine, SpecConfig
+from fastspec import Engine, SamplingParams, SpecConfig
 from fastspec.config.serve import ServeConfig
 from fastspec.serve.server import listen, new_server
 
@@ -12,6 +12,8 @@ from ..engine.probes import assert_blocks_came_back
 from ..models import byte_tokenizer, perturbed, random_model
 
 MODEL = "tiny-random"
+PROMPT, MESSAGES = "import os\n", [{"role": "user", "content": "hi"}]
+GREEDY = {"temperature": 0, "max_tokens": 24, "extra_body": {"ignore_eos": True}}
 TEMPLATE = (
     "{% for tool in tools or [] %}({{ tool.function.name }}){% endfor %}"
     "{% for message in messages %}{{ 1 / 0 if message.role == 'broken' }}"
@@ -48,6 +50,19 @@ def serving(engine, **config):
             server.should_exit = True
             thread.join(60)
             assert not thread.is_alive()
+
+
+def complete(client, prompt=PROMPT, **options):
+    return client.completions.create(model=MODEL, prompt=prompt, **(GREEDY | options))
+
+
+def converse(client, messages=MESSAGES, **options):
+    return client.chat.completions.create(model=MODEL, messages=messages, **(GREEDY | options))
+
+
+def generated(engine, prompt=PROMPT, **fields):
+    fields = {"temperature": 0, "max_tokens": 24, "ignore_eos": True, **fields}
+    return engine.generate([prompt], SamplingParams(**fields))[0]
 
 
 def wait_for(holds, seconds=30):

@@ -7,50 +7,23 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from fastspec import SamplingParams
 from fastspec.engine.outputs import RequestOutput, StreamEvent
 from fastspec.engine.request import EngineRequest
 from fastspec.serve.metrics import HISTOGRAMS, RequestTimes
 from fastspec.serve.replies import token_text
 
-from .helpers import MODEL, assert_idle, new_engine, serving
-
-PROMPT, MESSAGES = "import os\n", [{"role": "user", "content": "hi"}]
-GREEDY = {"temperature": 0, "max_tokens": 24, "extra_body": {"ignore_eos": True}}
-
+from .helpers import (
+    MESSAGES,
+    MODEL,
+    PROMPT,
+    complete,
+    converse,
+    generated,
+    new_engine,
+    serving,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def engine():
-    return new_engine()
-
-
-@pytest.fixture(scope="module")
-def address(engine):
-    with serving(engine) as address:
-        yield address
-    assert_idle(engine)
-
-
-@pytest.fixture(scope="module")
-def client(address):
-    with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
-def complete(client, prompt=PROMPT, **options):
-    return client.completions.create(model=MODEL, prompt=prompt, **(GREEDY | options))
-
-
-def converse(client, messages=MESSAGES, **options):
-    return client.chat.completions.create(model=MODEL, messages=messages, **(GREEDY | options))
-
-
-def generated(engine, prompt=PROMPT, **fields):
-    fields = {"temperature": 0, "max_tokens": 24, "ignore_eos": True, **fields}
-    return engine.generate([prompt], SamplingParams(**fields))[0]
 
 
 def test_greedy_completions_are_those_of_the_engine(client, engine):
@@ -157,52 +130,6 @@ def test_tokens_of_a_stop_string_are_there_though_its_text_is_not(client, engine
     num_tokens = answer.usage.completion_tokens
     assert len(choice.token_ids) == len(choice.logprobs.tokens) == num_tokens
     assert engine.tokenizer.decode(choice.token_ids).startswith(choice.text + stop)
-
-
-def test_logprobs(client, engine):
-    expected = generated(engine, logprobs=2)
-    logprobs = complete(client, logprobs=2).choices[0].logprobs
-    assert logprobs.token_logprobs == pytest.approx(expected.logprobs)
-    assert all(
-        token in top for token, top in zip(logprobs.tokens, logprobs.top_logprobs, strict=True)
-    )
-    streamed = [c.choices[0].logprobs for c in complete(client, logprobs=2, stream=True)]
-    assert [each.tokens[0] for each in streamed] == logprobs.tokens
-    assert [each.token_logprobs[0] for each in streamed] == pytest.approx(expected.logprobs)
-    assert [each.text_offset[0] for each in streamed] == logprobs.text_offset
-    content = converse(client, logprobs=True, top_logprobs=2).choices[0].logprobs.content
-    assert [len(each.top_logprobs) for each in content] == [2] * 24
-    assert all(each.logprob <= each.top_logprobs[0].logprob + 1e-6 for each in content)
-
-
-def test_tokens_that_are_no_whole_character_have_their_bytes(client, engine):
-    """Each by its own name: the random pair writes any byte."""
-    ids, bytes_of = engine.tokenizer("\u00e9\u00ef")["input_ids"], [0xC3, 0xA9, 0xC3, 0xAF]
-    bias = {str(token_id): 100 for token_id in ids}
-    logprobs = complete(client, logprobs=3, logit_bias=bias).choices[0].logprobs
-    names = {f"bytes:\\x{byte:02x}" for byte in bytes_of}
-    assert {*logprobs.tokens} <= names
-    assert all({*top} == names for top in logprobs.top_logprobs)
-    content = converse(client, logprobs=True, logit_bias=bias).choices[0].logprobs.content
-    assert all(each.token == f"bytes:\\x{each.bytes[0]:02x}" for each in content)
-
-
-def test_offsets_count_the_characters_that_stand_for_broken_bytes(client, engine):
-    """Those before a token; the two halves of a character begin at the same place."""
-    bytes_of = {"bytes:\\xc3": b"\xc3", "bytes:\\xa9": b"\xa9", "a": b"a"}
-    bias = {str(token_id): 100 for token_id in engine.tokenizer("\u00e9a")["input_ids"]}
-    sampled = {"temperature": 1.0, "seed": 5, "logit_bias": bias, "max_tokens": 40}
-    logprobs = complete(client, logprobs=0, **sampled).choices[0].logprobs
-    before, seen = b"", set()
-    for token, offset in zip(logprobs.tokens, logprobs.text_offset, strict=True):
-        seen.add((before[-1:], token))
-        is_second_half = before.endswith(b"\xc3") and token == "bytes:\\xa9"
-        whole = before[:-1] if is_second_half else before
-        assert offset == len(whole.decode(errors="replace"))
-        before += bytes_of[token]
-    assert len(seen) > 6
-    streamed = complete(client, logprobs=0, stream=True, **sampled)
-    assert [c.choices[0].logprobs.text_offset[0] for c in streamed] == logprobs.text_offset
 
 
 @pytest.mark.parametrize(
@@ -345,7 +272,7 @@ BAD = [
     ({"prompt": [[]]}, "prompt"),
     ({"prompt": [10**9]}, "prompt"),
     ({"prompt": None}, "prompt"),
-    ({"echo": True}, "echo"),
+    ({"echo": True, "stream": True}, "echo"),
     ({"echo": 0}, "echo"),
     ({"best_of": True}, "best_of"),
     ({"beams": 3}, "beams"),
