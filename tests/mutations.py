@@ -344,11 +344,23 @@ MUTATIONS = [
         f"{CHAIN} -k triton",
         ("tl.where(here, lost, 0)", "0"),
         ("tl.load(verdict.draft_best + at)", "best"),
+        (
+            "weights = to_mass(weights_of(x, tl.max(x, 0), scale))",
+            "weights = (weights_of(x, tl.max(x, 0), scale) * 2147483648.0 + 0.5).to(tl.int64)",
+        ),
     ),
     *_of(
         "kernels/fastspec_kernels/triton/tree_rules.py",
         "tests/kernels/test_verify_tree.py -k triton",
         ("(y >= row.lowest) & (gone == 0)", "y >= row.lowest"),
+    ),
+    *_of(
+        "kernels/fastspec_kernels/triton/tree_walk.py",
+        "tests/kernels/test_verify_tree.py -k triton",
+        (
+            "weights = to_mass(weights_of(x, tl.max(x, 0), scale))",
+            "weights = (weights_of(x, tl.max(x, 0), scale) * 2147483648.0 + 0.5).to(tl.int64)",
+        ),
     ),
     *_of(
         "kernels/fastspec_kernels/triton/chain_verdict.py",

@@ -170,6 +170,23 @@ def test_a_rejected_token_leaves_its_part_of_a_row_to_others(backend, method, un
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("vocab", [4096, 9000])
+def test_what_a_rejected_token_leaves_is_small_but_possible(backend, method, vocab):
+    """Eight of the others count where sums are rounded, and one alone does not."""
+    row = torch.full((vocab,), -math.inf)
+    row[5] = 0
+    row[100:] = -22.9
+    case = chain_case([row.tolist()] * 2, None, [5], [1 - 2**-24, 0.5])
+    case["token_bitmask"] = torch.full((2, -(-vocab // 32)), -1, dtype=torch.int32)
+    case["token_bitmask"][:, 128:129] = -2  # without token 4096
+    output, accepted_len, logprobs = run({**case, "method": method}, backend)
+    assert accepted_len.tolist() == [0]
+    assert output[0, 0].item() in {5, *range(100, vocab)} - {4096}
+    assert torch.isfinite(logprobs).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("method", METHODS)
 def test_invalid_rows_fail_their_sequence_alone(backend, method):
     """A bad row that the text gets to fails the sequence; any other may hold anything."""
     generator = torch.Generator().manual_seed(7)

@@ -139,6 +139,27 @@ def test_rejected_children_leave_their_part_of_a_row_to_others(backend, uniform,
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("vocab", [4096, 9000])
+def test_what_a_rejected_child_leaves_is_small_but_possible(backend, vocab):
+    """Eight of the others count where sums are rounded, and one alone does not."""
+    row = torch.full((vocab,), -math.inf)
+    row[5] = 0
+    row[100:] = -22.9
+    case = {
+        "target_logits": row.repeat(2, 1),
+        "cu_rows": torch.tensor([0, 2], dtype=torch.int32),
+        "tree_token_ids": torch.tensor([[7, 5]], dtype=torch.int32),
+        "parents": torch.tensor([[-1, 0]], dtype=torch.int32),
+        "uniform_samples": torch.tensor([[1 - 2**-24, 0.0, 0.5]]),
+        "sibling_rule": "target_only",
+    }
+    _, output, accepted_len, logprobs = run(case, backend)
+    assert accepted_len.tolist() == [0]
+    assert output[0, 0].item() in (5, *range(100, vocab))
+    assert torch.isfinite(logprobs).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("edge", TREE_EDGES, ids=lambda edge: edge.name)
 def test_edges(backend, edge):
     verify = partial(verify_tree, backend=backend)

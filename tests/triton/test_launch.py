@@ -33,10 +33,12 @@ def devices(monkeypatch):
     def run(kernel, *args, grid, **kwargs):
         found.append(current[-1])
 
+    launch._may_overlap.cache_clear()
     monkeypatch.setattr(torch.cuda, "device", on_device)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(type(attention_kernel), "run", run)
-    return found
+    yield found
+    launch._may_overlap.cache_clear()
 
 
 def on_second(value):

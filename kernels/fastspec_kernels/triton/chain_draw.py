@@ -20,7 +20,6 @@ from fastspec_kernels.triton.rows import (
     merge_row,
     sum_masses,
     threshold_of,
-    tile_weights,
     to_mass,
     units_lost,
     weights_of,
@@ -166,7 +165,8 @@ def draw_kernel(
                 )  # fmt: skip
                 weights = to_mass(rest_of_tile)
             else:
-                weights = tile_weights(x, tl.max(x, 0), scale)
+                # A tile with a mass has a token with one, by masses finer than the units of sums.
+                weights = to_mass(weights_of(x, tl.max(x, 0), scale))
                 weights = tl.where((x >= lowest) & (ids != banned), weights, 0)
             token = pick_token(weights, ids, share)
             value = tl.max(tl.where(ids == token, x, -INFINITY), 0)

@@ -30,8 +30,10 @@ def launch(
 
 @cache
 def _may_overlap(device: torch.device) -> bool:
-    """Whether a GPU can begin a launch before the one before it has ended, from Hopper on."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    """Whether a GPU can begin a launch before the one before has ended: NVIDIA's from Hopper on."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _device_of(args: tuple) -> torch.device:

@@ -28,7 +28,7 @@ class Tiles(NamedTuple):
     """Statistics of each tile [slots, num_tiles], and of each slot."""
 
     maximum: Any  # f32, NaN if the tile makes its row invalid
-    total: Any  # i64, sum of the kept weights relative to the tile's maximum, in 1 / TILE_ONE
+    total: Any  # i64, `sum_weights` of the kept weights relative to the tile's maximum
     argmax: Any  # i32, written for greedy rows only
     minimum: Any  # f32, the lowest finite logit; None without a search
     threshold: Any  # f32 [slots], -inf also for greedy rows; None without filters
@@ -63,7 +63,7 @@ def sum_groups(weights):
 
 @triton.jit
 def group_of(token, TILE: tl.constexpr):
-    """The ids [GROUP] whose weights are added first to that of a token."""
+    """The ids [GROUP] of the group that a token belongs to, as `sum_groups` adds them."""
     distance: tl.constexpr = TILE // GROUP
     return token // TILE * TILE + token % distance + tl.arange(0, GROUP) * distance
 
@@ -72,8 +72,8 @@ def group_of(token, TILE: tl.constexpr):
 def split_weights(weights):
     """Weights rounded to 1 / TILE_ONE: multiples of 2**-12, and the signed rest in units, both i32.
 
-    Uses only additions, as GPUs convert to integers at an eighth of the rate. The sums of both
-    parts over a tile fit in 32 bits.
+    They are in [0, GROUP]. Uses only additions, as GPUs convert to integers at an eighth of the
+    rate. The sums of both parts over a tile fit in 32 bits.
     """
     coarse = weights + COARSE
     rest = (weights - (coarse - COARSE)) + FINE
@@ -83,10 +83,10 @@ def split_weights(weights):
 
 @triton.jit
 def sum_weights(weights):
-    """Sum of the weights of one tile, in units of 1 / TILE_ONE: exact for the sums of its groups.
+    """Sum of the weights of one tile, in units of 1 / TILE_ONE.
 
-    Groups are added as floats, so an eighth of the rounding is left, and each group has a relative
-    error of at most 3 * 2**-24.
+    Each group is added as floats, with a relative error of at most 3 * 2**-24; its sum is rounded
+    once, and the rounded sums are added exactly. Weights that round to 0 by themselves may count.
     """
     coarse, rest = split_weights(sum_groups(weights))
     return (tl.sum(coarse, 0).to(tl.int64) << COARSE_SHIFT) + tl.sum(rest, 0)
@@ -94,7 +94,10 @@ def sum_weights(weights):
 
 @triton.jit
 def units_lost(weights, gone):
-    """How much less the sum of a tile is when some [GROUP] of the weights of a group are zero."""
+    """How much less the sum of a tile is when some [GROUP] of the weights of a group are zero.
+
+    The weights are those of the sum, bit by bit.
+    """
     return sum_weights(weights) - sum_weights(tl.where(gone, 0.0, weights))
 
 

@@ -93,6 +93,7 @@ def by_mass(
             ids = group_of(token, TILE)
             y = load_logits(target, row.offset, row.row, ids, (ids >= 0) & (ids < target.vocab))
             weights = weights_of(y, tl.max(tl.where(here, row.maxima, -INFINITY), 0), scale)
+            # Earlier siblings are out of the sum already, a repeated token with them.
             earlier = (parents == node) & (tl.arange(0, NODES) < child)
             gone = tl.max(((ids[:, None] == tokens[None, :]) & earlier[None, :]).to(tl.int32), 1)
             weights = tl.where((y >= row.lowest) & (gone == 0), weights, 0.0)

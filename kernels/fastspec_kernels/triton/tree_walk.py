@@ -14,8 +14,8 @@ from fastspec_kernels.triton.rows import (
     log_of_mass,
     merge_row,
     threshold_of,
-    tile_weights,
     to_mass,
+    weights_of,
 )
 from fastspec_kernels.triton.slots import (
     INFINITY,
@@ -136,7 +136,8 @@ def walk_kernel(
             tile, share = pick_tile(tl.where(has_rest, rest, row.masses), uniform, MERGED)
             ids = tile * TILE + tl.arange(0, TILE)
             x = load_logits(target, row.offset, row.row, ids, ids < target.vocab)
-            weights = tile_weights(x, tl.max(x, 0), scale)
+            # A tile with a mass has a token with one, by masses finer than the units of sums.
+            weights = to_mass(weights_of(x, tl.max(x, 0), scale))
             weights = tl.where(x >= row.lowest, weights, 0)
             if has_rest:
                 if draft.logits is None:
