@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NoReturn
 
 from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -420,6 +420,9 @@ class Engine:
             "kv_cache_usage_perc": 1 - blocks.num_free / blocks.num_blocks,
             **self.stats.to_metrics(),
         }
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError("an Engine cannot be copied or pickled; make another one of the same model")
 
     def __repr__(self) -> str:
         target = self._runner.paged_model

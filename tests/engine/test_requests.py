@@ -1,5 +1,7 @@
 """What ends a request, what it reports, and that requests do not disturb each other."""
 
+import copy
+import pickle
 import re
 from dataclasses import replace
 
@@ -353,6 +355,13 @@ def test_metrics_by_vllms_names(model, drafter):
     }
     for name in set(parts[0]) - {"request_success", "spec_decode_num_accepted_tokens_per_pos"}:
         assert total[name] == sum(part[name] for part in parts), name
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_an_engine_is_not_copied(model, drafter, copied):
+    """A copy would share the cache with it, without knowing which blocks are free."""
+    with pytest.raises(TypeError, match="an Engine cannot be copied or pickled"):
+        copied(engine_of(model, drafter))
 
 
 def test_reprs_are_one_short_line(model, drafter):
