@@ -115,7 +115,8 @@ def layer_weights(
     shapes |= {"gate_weight": (hidden, size), "up_weight": (hidden, size)}
     shapes |= {"down_weight": (size, hidden)}
     matrices = {name: random(*shape) for name, shape in shapes.items()}
-    norm = torch.ones(size, dtype=matrices["down_weight"].dtype)
+    down = matrices["down_weight"]
+    norm = torch.ones(size, dtype=down.dtype, device=down.device)
     return matrices | {"attention_norm": norm, "mlp_norm": norm}
 
 

@@ -1,4 +1,4 @@
-"""Times attention, store_kv and compact_kv: the shapes of docs/kernels.md, each verified first."""
+"""Times attention, the cache ops and decoder layers, each verified first."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -15,15 +15,25 @@ from benchmarks.gpu.bench import Progress
 from benchmarks.gpu.resource_model import MACHINES
 from benchmarks.gpu.steps import UNFINISHED
 from benchmarks.harness import Timing
-from benchmarks.inputs import binary_tree
+from benchmarks.inputs import binary_tree, layer_weights
+from fastspec_kernels import LayerWeights
 from fastspec_kernels.backend import backends_of
 
-OPS = ("tree_attention", "cross_attention", "store_kv", "compact_kv")
+OPS = ("tree_attention", "cross_attention", "store_kv", "compact_kv", "decoder_layers")
 BLOCK = 16
 SLOWEST_CASE = 15.0  # seconds
 SETS_BYTES = 1 << 30  # of caches of all input sets together
 TOLERANCE = {"atol": 3e-2, "rtol": 3e-2}
-TINY = {"context": 64, "layers": 2}  # of a dry run
+TINY = {"context": 64, "layers": 2, "E": 32}  # of a dry run
+# Layers of Llama 3.1 8B: a token, a verification, both for many, and one after a long context.
+OF_LAYERS = (
+    {"B": 1, "tokens": 1, "context": 512},
+    {"B": 1, "tokens": 5, "context": 512},
+    {"B": 16, "tokens": 1, "context": 512},
+    {"B": 16, "tokens": 5, "context": 512},
+    {"B": 1, "tokens": 5, "context": 8192},
+)
+WHOLE = {"layers": 8, "E": 4096}
 
 
 @dataclass
@@ -114,18 +124,77 @@ def compact_kv(op: str, shape: dict, backend: str, device: str, num_sets: int) -
     return Call(run, check)
 
 
-MAKERS = {"store_kv": store_kv, "compact_kv": compact_kv}
+def decoder_layers(op: str, shape: dict, backend: str, device: str, num_sets: int) -> Call:
+    """Layers of one model, their projections next to each other as the engine loads them.
+
+    All sets are the same: the weights of a pass are many times the L2.
+    """
+    batch, tokens, size = shape["B"], shape["tokens"], shape["E"]
+    sizes = size, size * 7 // 2, predict.HEADS, predict.KV_HEADS, predict.HEAD_SIZE
+
+    def random(*lengths: int) -> Tensor:
+        weight = torch.empty(lengths, dtype=torch.bfloat16, device=device).normal_()
+        return weight.div_(lengths[-1] ** 0.5)
+
+    layers = []
+    for _ in range(shape["layers"]):
+        weights = layer_weights(sizes, random)
+        for names in (("query", "key", "value"), ("gate", "up")):
+            keys = [f"{name}_weight" for name in names]
+            parts = [weights[key] for key in keys]
+            joined = torch.cat(parts).split([len(part) for part in parts])
+            weights |= dict(zip(keys, joined, strict=True))
+        layers.append(LayerWeights(**weights))
+    blocks = shape["context"] // BLOCK
+    shape_of_caches = (2, shape["layers"], batch * blocks, BLOCK, *sizes[3:])
+    caches = torch.empty(shape_of_caches, dtype=torch.bfloat16, device=device).normal_()
+    table = torch.randperm(batch * blocks, device=device).view(batch, blocks).int()
+    places = torch.arange(shape["context"] - tokens, shape["context"], device=device)
+    angles = torch.randn(batch * tokens, predict.HEAD_SIZE, device=device)
+    pages = {
+        "slot_mapping": (table[:, places // BLOCK].long() * BLOCK + places % BLOCK).flatten(),
+        "block_table": table,
+        "context_lens": torch.full((batch,), shape["context"], dtype=torch.int32, device=device),
+        "cu_rows": torch.arange(batch + 1, dtype=torch.int32, device=device) * tokens,
+        "cos": angles.cos(),
+        "sin": angles.sin(),
+    }
+    hidden = torch.randn(batch * tokens, size, device=device)
+
+    def results(number: int, name: str) -> Tensor:
+        keys, values = (list(part[:number]) for part in caches)
+        return ops.decoder_layers(
+            hidden, layers[:number], keys, values, **pages, eps=1e-5, backend=name
+        )
+
+    def check() -> None:
+        torch.testing.assert_close(results(1, backend), results(1, "reference"), **TOLERANCE)
+
+    return Call(lambda i: results(len(layers), backend), check)
+
+
+def bytes_of_layers(batch: int, tokens: int, context: int, layers: int, E: int) -> float:
+    """Of one read of the weights, and of each sequence's keys and values."""
+    rows = (2 * predict.HEADS + 2 * predict.KV_HEADS) * predict.HEAD_SIZE + 3 * (E * 7 // 2)
+    return layers * (rows * E * predict.ITEM + 2 * batch * context * predict.SLOT)
+
+
+MAKERS = {"store_kv": store_kv, "compact_kv": compact_kv, "decoder_layers": decoder_layers}
 
 
 def plan(device: str, memory: int) -> Iterator[tuple[str, dict, float, str]]:
     """Op, shape, bytes of the floor and backend of each case that fits; attention first."""
-    found = [case for case in predict.cases(MACHINES[0]) if case.op in OPS]
-    for case in sorted(found, key=lambda case: (OPS.index(case.op), case.floor_bytes)):
-        if 2 * case.floor_bytes > memory:
+    found = [(case.op, case.shape, case.floor_bytes) for case in predict.cases(MACHINES[0])]
+    for shape in OF_LAYERS:
+        sizes = {"batch" if name == "B" else name: size for name, size in (shape | WHOLE).items()}
+        found.append(("decoder_layers", shape | WHOLE, bytes_of_layers(**sizes)))
+    found = [case for case in found if case[0] in OPS]
+    for op, shape, num_bytes in sorted(found, key=lambda case: (OPS.index(case[0]), case[2])):
+        if 2 * num_bytes > memory:
             continue
-        for backend in backends_of(case.op, torch.device(device)):
+        for backend in backends_of(op, torch.device(device)):
             if backend != "reference":
-                yield case.op, case.shape, case.floor_bytes, backend
+                yield op, shape, num_bytes, backend
 
 
 def tiny_plan() -> Iterator[tuple[str, dict, float, str]]:
