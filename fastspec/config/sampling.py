@@ -130,6 +130,12 @@ _WORDS = Kind(
     ),
     list[str],
 )
+_PREDICTION = Kind(
+    "a text or a list of ints >= 0",
+    lambda value: value is None or isinstance(value, str) or _STOP_IDS.fits(value),
+    lambda value: value if value is None or isinstance(value, str) else tuple(map(int, value)),
+    None,
+)
 _GRAMMARS = ("json", "json_object", "regex", "choice", "grammar")
 
 
@@ -293,6 +299,15 @@ class SamplingParams(Options):
         replace(integer(0), flag_type=None),
         "Tokens proposed in each step, up to the drafter's K, which is the default; 0 is none.",
         "A text drafted in chains is then the same as in an engine with that K.",
+    )
+    prediction: str | Sequence[int] | None = option(
+        None,
+        _PREDICTION,
+        "What the output may resemble, such as a file before a change; drafters copy from it, too.",
+        "A text or token ids, which the model does not read: greedy output is the same without it,"
+        " and sampled output has the same distribution. It is like OpenAI's predicted outputs, and"
+        " needs a drafter that copies: prompt_lookup, ngram, suffix, a cascade with one of them, or"
+        " suffix_tokens, tree_suffix or tree_prompt_lookup beside a draft model.",
     )
     logits_processors: Sequence[Any] | None = option(
         (),

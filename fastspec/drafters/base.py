@@ -83,6 +83,8 @@ class Request:
         encoder_input: the prompt of an encoder-decoder.
         rereads_above: length above which its model rereads the text, see `RotaryLengths`.
         rules: logit rules other than `params`; None = none.
+        prediction: the end of the prompt, then what the output may resemble, for drafters that
+            copy; empty = nothing.
         num_prompt_tokens: leading token_ids that were given.
         rotary_len: num_prompt_tokens, or the length of the text when it was last reread because it
             had outgrown rereads_above.
@@ -100,6 +102,7 @@ class Request:
     encoder_input: EncoderInput | None = None
     rereads_above: int | None = None
     rules: LogitRules | None = None
+    prediction: list[int] = field(default_factory=list)
     num_prompt_tokens: int = field(init=False)
     rotary_len: int = field(init=False)
     block_table: list[int] = field(default_factory=list)
@@ -371,6 +374,8 @@ class Drafter(Protocol):
     draft logits contain NaN or +inf, or no finite value, the proposal ends before the tokens drawn
     from them. The output distribution stays exact in both cases, unless a drafter that draws its
     tokens raises depending on what it drew.
+
+    Requests with a prediction are for drafters that have a true attribute `copies_texts`.
     """
 
     name: str

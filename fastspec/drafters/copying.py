@@ -16,6 +16,7 @@ class CopyingDrafter:
     """A drafter that needs only the texts, which it keeps on the device."""
 
     name: ClassVar[str]
+    copies_texts: ClassVar[bool] = True
     _texts: TextStore = field(default_factory=TextStore, init=False)
 
     def propose(self, batch: Batch) -> Proposal:

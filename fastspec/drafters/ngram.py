@@ -36,6 +36,7 @@ class NgramDrafter:
     """
 
     name = "ngram"
+    copies_texts = True
 
     def __init__(
         self,

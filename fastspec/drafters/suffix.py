@@ -162,6 +162,7 @@ class SuffixDrafter:
     """
 
     name: ClassVar[str] = "suffix"
+    copies_texts: ClassVar[bool] = True
 
     max_spec_factor: float
     min_token_prob: float

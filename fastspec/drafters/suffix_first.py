@@ -35,6 +35,7 @@ class SuffixFirst:
         draws: whether the model samples for sampled requests, so that its proposals have logits.
     """
 
+    copies_texts = True
     _is_tree = False
 
     def __init__(

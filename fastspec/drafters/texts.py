@@ -23,7 +23,7 @@ class TextStore:
     """One row per request; a step uploads only the tokens committed since the last one.
 
     The text of an encoder-decoder is its encoder's input followed by its decoder's tokens; the
-    decoder's start token prevents matches across the boundary.
+    decoder's start token prevents matches across the boundary. A prediction comes before all.
     """
 
     def __init__(self):
@@ -69,7 +69,7 @@ class TextStore:
         return Texts(chosen, ends.to(torch.int32))
 
     def shorten(self, request: Request, length: int) -> None:
-        """Note that only the first `length` tokens, excluding encoder input, are still valid."""
+        """Note that only the first `length` tokens of the text itself are still valid."""
         known = self._lengths.get(request.request_id)
         if known is not None:
             most = len(input_of(request)) + length
@@ -93,5 +93,7 @@ class TextStore:
 
 
 def input_of(request: Request) -> list[int]:
-    """Return the encoder input of an encoder-decoder, which precedes the text."""
-    return request.encoder_input.token_ids if request.encoder_input else []
+    """Return what copies read before the text: a prediction, an encoder-decoder's encoder input."""
+    if request.encoder_input is None:
+        return request.prediction
+    return request.prediction + request.encoder_input.token_ids

@@ -387,9 +387,9 @@ class Engine:
         Raises:
             ValueError: a text is not a valid prompt, or no drafter reads a corpus.
         """
-        read, given = self._factory.reader.corpus_ids, as_prompt_list(texts, "texts", "texts")
+        read, given = self._factory.reader.plain_ids, as_prompt_list(texts, "texts", "texts")
         with self._turn:
-            self._speculations.add_corpus([read(text) for text in given])
+            self._speculations.add_corpus([read("texts", text) for text in given])
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes; needed after the target's or a draft's weights have changed.

@@ -54,15 +54,15 @@ class PromptReader:
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return self.checked_ids("prompt", ids)
 
-    def corpus_ids(self, text: str | Sequence[int]) -> list[int]:
+    def plain_ids(self, name: str, text: str | Sequence[int]) -> list[int]:
         """Return the ids of a text of any length, without added special tokens."""
         if not isinstance(text, str):
-            return self._known_ids("texts", text)
+            return self._known_ids(name, text)
         if self.tokenizer is None:
-            raise ValueError("texts: a text needs a tokenizer, but the engine has none")
-        require_unicode("texts", text)
+            raise ValueError(f"{name}: a text needs a tokenizer, but the engine has none")
+        require_unicode(name, text)
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return self._known_ids("texts", ids)
+        return self._known_ids(name, ids)
 
     def checked_ids(self, name: str, token_ids: Sequence[int]) -> list[int]:
         """Return ids as plain ints; ValueError unless they form a valid prompt, see `ids`."""

@@ -83,12 +83,15 @@ class Speculation:
         require(name, value, fits, f"at most max_n_spec_tokens, {most}")
 
     def check_request(self, params: SamplingParams) -> None:
-        """Raise ValueError if a request asks for more draft tokens than it can get."""
+        """Raise ValueError if a request asks for drafts that it cannot get."""
         num, most = params.num_speculative_tokens, 0
         if self.last_drafter is not None:
             most = self.num_speculative_tokens or self.usual_num_speculative_tokens
         fits = num is None or num <= most
         require("num_speculative_tokens", num, fits, f"at most the drafter's K, {most}")
+        if params.prediction is not None and not getattr(self.last_drafter, "copies_texts", False):
+            name = "none" if self.last_drafter is None else self.last_drafter.name
+            raise ValueError(f"prediction: drafter {name!r} does not copy; prompt_lookup does")
 
     def limit(self, request: EngineRequest) -> int:
         """Return K for a request of this drafter."""

@@ -319,6 +319,8 @@ class Endpoint:
             message = f"the limit of {most} texts at a time is reached; try again later"
             raise Refused(429, message, "server_busy", _RETRY_AFTER)
         try:
+            if isinstance(asked.params.prediction, str):
+                self.prompts.check_length(asked.params.prediction, "prediction")
             makers = self._makers(prompts, asked.template)
             return await self.thread.open(makers, asked.params, asked.is_open_ended)
         except (ValueError, RecursionError) as error:

@@ -26,12 +26,12 @@ class PromptMaker:
         longest = longest_token(self._reader.tokenizer)
         self._most_characters = None if longest is None else self._most * longest
 
-    def check_length(self, text: str) -> None:
+    def check_length(self, text: str, name: str = "prompt") -> None:
         """Refuse at once, with ValueError, a text that must have more tokens than the limit."""
         most = self._most_characters
         if most is not None and len(text) > most:
             raise ValueError(
-                f"prompt: has {len(text)} characters, more than fit in {self._most} tokens, the"
+                f"{name}: has {len(text)} characters, more than fit in {self._most} tokens, the"
                 " limit"
             )
 

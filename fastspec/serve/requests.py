@@ -18,7 +18,7 @@ _MOST_ITEMS = 1024  # of a list or mapping that every token may be compared with
 _MOST_LOGPROBS = 20  # as OpenAI has it
 _MOST_FORM_BYTES = 2**16  # of a grammar, which is read recursively
 _MOST_STOPS = 16
-_LIMITED = {"stop": _MOST_STOPS, "bad_words": _MOST_STOPS}
+_LIMITED = {"stop": _MOST_STOPS, "bad_words": _MOST_STOPS, "prediction": 2**17}
 # Fields that both kinds of requests name as SamplingParams does.
 _SAMPLING = options_of(SamplingParams).keys() - {
     *("max_tokens", "logprobs", "prompt_logprobs", "logits_processors"),
@@ -187,6 +187,8 @@ def _given(body: Mapping[str, Any], known: set[str]) -> dict[str, Any]:
 def _sampling(given: Mapping[str, Any], config: ServeConfig, num_prompts: int) -> dict[str, Any]:
     """The fields that go to SamplingParams unchanged, within the server's limits."""
     fields = {name: value for name, value in given.items() if name in _SAMPLING}
+    if "prediction" in fields:
+        fields["prediction"] = _prediction(fields["prediction"])
     for name, value in fields.items():
         most = _LIMITED.get(name, _MOST_ITEMS)
         fits = not isinstance(value, (list, dict)) or len(value) <= most
@@ -230,6 +232,20 @@ def _response_format(form: Any) -> dict[str, Any]:
         fits = value is None or isinstance(value, type_)
         require(f"{place}{name}", value, fits, f"a {type_.__name__}")
     return {"json": schema}
+
+
+def _prediction(given: Any) -> Any:
+    """OpenAI's prediction as a text; others as SamplingParams takes them."""
+    if not isinstance(given, dict):
+        return given
+    _check_names("prediction.", given, {"type", "content"})
+    kind, content = given.get("type"), given.get("content")
+    require("prediction", given, kind == "content", "an object whose type is content")
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    for part in parts:
+        fits = isinstance(part, dict) and part.get("type") == "text" and _is_text(part.get("text"))
+        require("prediction", part, fits, "a content that is a text or a list of parts with text")
+    return "".join(part["text"] for part in parts)
 
 
 def _check_names(place: str, given: Mapping[str, Any], known: Set[str]) -> None:

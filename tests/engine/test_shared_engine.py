@@ -52,7 +52,7 @@ def steps(engine):
 def test_no_prompt_is_read_beside_a_step(engine, monkeypatch):
     """Tokenizers are not made for two threads, and a step decodes with the same one."""
     seen = []
-    for name in ("ids", "corpus_ids"):
+    for name in ("ids", "plain_ids"):
         usual = getattr(PromptReader, name)
 
         def read(self, *args, usual=usual, name=name):
@@ -71,7 +71,7 @@ def test_no_prompt_is_read_beside_a_step(engine, monkeypatch):
     engine.chat([{"role": "user", "content": "a"}], GREEDY)
     engine.add_drafter("copies", SpecConfig("suffix", 3))
     engine.add_corpus("a b")
-    assert {name for name, _ in seen} == {"ids", "chat", "corpus_ids"}
+    assert {name for name, _ in seen} == {"ids", "chat", "plain_ids"}
     assert all(is_mine for _, is_mine in seen)
 
 

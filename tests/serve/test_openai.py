@@ -189,6 +189,22 @@ def test_speculation_is_chosen_by_request_and_reported(client, engine):
     assert streamed[-1].metrics == answer.metrics
 
 
+def test_predicted_outputs(client, engine):
+    """In OpenAI's form, as a text and as parts; as ids, which say the tokens exactly."""
+    lookup = {"ignore_eos": True, "speculation": {"method": "prompt_lookup", "metrics": True}}
+    plain = converse(client, extra_body=lookup)
+    text = plain.choices[0].message.content
+    parts = [{"type": "text", "text": text[:5]}, {"type": "text", "text": text[5:]}]
+    for content in text, parts:
+        prediction = {"type": "content", "content": content}
+        answer = converse(client, prediction=prediction, extra_body=lookup)
+        assert answer.choices[0].message.content == text
+    ids = generated(engine).token_ids
+    answer = complete(client, extra_body={**lookup, "prediction": ids})
+    assert answer.choices[0].text == generated(engine).text
+    assert answer.metrics["speculative_decoding"]["num_spec_steps"] <= 5
+
+
 def test_models(client):
     (card,) = client.models.list().data
     assert card.id == MODEL == client.models.retrieve(MODEL).id
@@ -274,6 +290,10 @@ BAD = [
     ({"prompt": None}, "prompt"),
     ({"echo": True, "stream": True}, "echo"),
     ({"echo": 0}, "echo"),
+    ({"prediction": "x"}, "prediction"),  # the engine's drafter does not copy
+    ({"prediction": {"type": "text", "content": "x"}}, "prediction"),
+    ({"prediction": {"type": "content", "content": [{"type": "image"}]}}, "prediction"),
+    ({"prediction": {"type": "content", "text": "x"}}, "prediction"),
     ({"best_of": True}, "best_of"),
     ({"beams": 3}, "beams"),
     ({"response_format": {"type": "xml"}}, "response_format"),

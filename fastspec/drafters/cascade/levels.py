@@ -42,7 +42,7 @@ class Level:
         piece: minimum number of tokens it writes at a time; 0 = as many as requested.
     """
 
-    can_review = False
+    can_review = copies_texts = False
     piece = 0
     name: str
 
@@ -89,6 +89,8 @@ class CopyingLevel(Level):
     Args:
         has_surplus: MaG only: write pieces of the published size, see SpecConfig.mag_surplus.
     """
+
+    copies_texts = True
 
     def __init__(self, copier: object, vocab_size: int, has_surplus: bool = False):
         if not isinstance(copier, Copier):

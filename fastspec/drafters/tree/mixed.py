@@ -31,6 +31,7 @@ class MixedTreeDrafter(TreeDrafter):
         self, draft: DraftModelDrafter, plan: TreePlan, copies: SuffixDrafter, num_tokens: int
     ):
         super().__init__(draft, plan)
+        self.copies_texts = True
         self._copies = copies
         self._num_tokens = num_tokens
 
