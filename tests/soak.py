@@ -154,6 +154,7 @@ class World:
     def __init__(self, setting, folder, rng, failures, counts):
         self.name, self.rng = setting.name, rng
         self.failures, self.counts = failures, counts
+        self.said = []  # outputs, of which some are predictions of later ones
         self.model, self.draft = (model := setting.make()), near(model)
         self.is_poisoned = bool(model.get_input_embeddings().weight.isnan().any())
         drafts = setting.drafts(model, folder)
@@ -253,6 +254,10 @@ class World:
             else:
                 bad = rng.choice(BAD_PROMPTS) if kind == "prompt" else prompt
                 return self._refused(bad, fields | (rng.choice(ABSURD) if bad is prompt else {}))
+        drafter = self.engine._speculations[fields["drafter"]].last_drafter
+        if getattr(drafter, "copies_texts", False) and rng.random() < 0.4:
+            random = [rng.randrange(90) for _ in range(rng.randrange(40))]
+            fields["prediction"] = rng.choice([random, prompt[::-1], *self.said[-20:]])
         params = SamplingParams(**fields)
         sent[self.engine.add_request(prompt, params)] = Sent(prompt, params)
         return None
@@ -307,6 +312,7 @@ class World:
             self.fail(f"{request_id}: its events are not its output")
         if output.text != request.texts[index]:
             self.fail(f"{request_id}: its texts are {request.texts[index]!r}, not {output.text!r}")
+        self.said.append(output.token_ids)
         if len(request.outputs) == request.params.n:
             del sent[request_id]
             for (one,) in request.outputs.values():
@@ -339,7 +345,7 @@ class World:
         spec, draft = self.specs.get(params.drafter, (OWN_SPEC, self.draft))
         num = params.num_speculative_tokens
         if params.temperature == 0 or params.drafter == "none":
-            return {"drafter": "none", "num_speculative_tokens": None}
+            return {"drafter": "none", "num_speculative_tokens": None, "prediction": None}
         if spec.rejection_sample_method == "coupled":
             return {"num_speculative_tokens": 0}
         if not num or not is_plain_chain(spec):
