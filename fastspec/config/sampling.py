@@ -132,7 +132,13 @@ _WORDS = Kind(
 )
 _PREDICTION = Kind(
     "a text or a list of ints >= 0",
-    lambda value: value is None or isinstance(value, str) or _STOP_IDS.fits(value),
+    lambda value: (
+        value is None
+        or (
+            isinstance(value, (str, list, tuple, range))
+            and (isinstance(value, str) or all(is_int(each) and each >= 0 for each in value))
+        )
+    ),
     lambda value: value if value is None or isinstance(value, str) else tuple(map(int, value)),
     None,
 )
@@ -306,8 +312,9 @@ class SamplingParams(Options):
         "What the output may resemble, such as a file before a change; drafters copy from it, too.",
         "A text or token ids, which the model does not read: greedy output is the same without it,"
         " and sampled output has the same distribution. It is like OpenAI's predicted outputs, and"
-        " needs a drafter that copies: prompt_lookup, ngram, suffix, a cascade with one of them, or"
-        " suffix_tokens, tree_suffix or tree_prompt_lookup beside a draft model.",
+        " needs a drafter that copies: prompt_lookup, ngram, suffix, mag, a cascade that ends with"
+        " one, or suffix_tokens, tree_suffix or tree_prompt_lookup beside a draft model. It has at"
+        " most as many tokens as the model has room for.",
     )
     logits_processors: Sequence[Any] | None = option(
         (),

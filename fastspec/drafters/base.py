@@ -24,6 +24,7 @@ VERIFY_STREAM = 0
 DRAFT_STREAM = 1
 CASCADE_STREAM = 2
 
+_COPY_CONTEXT = 16  # tokens of a prompt that are read again after a prediction
 _SAMPLING = (
     ("temperature", torch.float32, 1.0),
     ("top_k", torch.int32, 0),
@@ -83,8 +84,7 @@ class Request:
         encoder_input: the prompt of an encoder-decoder.
         rereads_above: length above which its model rereads the text, see `RotaryLengths`.
         rules: logit rules other than `params`; None = none.
-        prediction: the end of the prompt, then what the output may resemble, for drafters that
-            copy; empty = nothing.
+        prediction: what the output may resemble, for drafters that copy, see `reads`.
         num_prompt_tokens: leading token_ids that were given.
         rotary_len: num_prompt_tokens, or the length of the text when it was last reread because it
             had outgrown rereads_above.
@@ -111,6 +111,20 @@ class Request:
 
     def __post_init__(self):
         self.num_prompt_tokens = self.rotary_len = len(self.token_ids)
+
+    @cached_property
+    def reads(self) -> tuple[list[int], int]:
+        """What drafters that copy read before token_ids from a place on, and that place.
+
+        It is the input of an encoder, and with a prediction also the prompt, the prediction and the
+        prompt's end. The output then follows the end of the prompt as the prediction does, and of
+        equally long matches the latest are in the output, the next in the prediction.
+        """
+        read = [] if self.encoder_input is None else self.encoder_input.token_ids
+        if not self.prediction:
+            return read, 0
+        prompt = self.token_ids[: self.num_prompt_tokens]
+        return read + prompt + self.prediction + prompt[-_COPY_CONTEXT:], self.num_prompt_tokens
 
     @property
     def room(self) -> int:
@@ -375,7 +389,8 @@ class Drafter(Protocol):
     from them. The output distribution stays exact in both cases, unless a drafter that draws its
     tokens raises depending on what it drew.
 
-    Requests with a prediction are for drafters that have a true attribute `copies_texts`.
+    One that has a true attribute `copies_texts` also gets requests with a prediction, which others
+    are spared: it copies from `request.reads`, too.
     """
 
     name: str

@@ -10,7 +10,7 @@ from fastspec.drafters.base import Batch, Proposal, Request
 from fastspec.drafters.context import DrafterContext
 from fastspec.drafters.copying import proposal_of
 from fastspec.drafters.ngram_table import NgramTable
-from fastspec.drafters.texts import Texts, TextStore, input_of
+from fastspec.drafters.texts import Texts, TextStore, row_length
 from fastspec.models.transfer import device_tensor
 
 
@@ -36,7 +36,6 @@ class NgramDrafter:
     """
 
     name = "ngram"
-    copies_texts = True
 
     def __init__(
         self,
@@ -50,6 +49,8 @@ class NgramDrafter:
         self._filler_top_k = filler_top_k
         self._vocab_size = vocab_size
         self._is_shared = table is not None
+        # A store shared by all would let the requests of others copy from a prediction.
+        self.copies_texts = not self._is_shared
         self._table = NgramTable(self._max_context, one_level) if table is None else table
         self._texts = TextStore()
         self._rows: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
@@ -98,7 +99,7 @@ class NgramDrafter:
     def _learn_texts(self, rows: Tensor, texts: Texts, batch: Batch) -> None:
         """Count the n-grams that end in tokens committed since the last call."""
         starts = [self._num_learnt[request] for request in batch.requests]
-        ends = [len(input_of(request)) + len(request.token_ids) for request in batch.requests]
+        ends = [row_length(request, len(request.token_ids)) for request in batch.requests]
         self._num_learnt.update(zip(batch.requests, ends, strict=True))
         width = max(end - start for start, end in zip(starts, ends, strict=True))
         begin = device_tensor(starts, torch.int64, batch.device)

@@ -13,7 +13,7 @@ from fastspec_kernels import match_suffix
 
 @dataclass(eq=False)
 class PromptLookupDrafter(CopyingDrafter):
-    """Copies from prompt and output; a text whose last tokens occur nowhere else gets no draft.
+    """Copies from prompt, prediction and output; one whose end occurs nowhere else gets no draft.
 
     Args:
         min_match: minimum number of matching tokens, >= 1.

@@ -9,7 +9,6 @@ from weakref import WeakKeyDictionary
 
 from fastspec.drafters.base import Batch, Proposal, Request
 from fastspec.drafters.context import DrafterContext
-from fastspec.drafters.texts import input_of
 from fastspec.models.transfer import padded_tensor
 
 _NO_TOKEN = -1  # separates texts: it matches nothing, and copies end before it
@@ -145,9 +144,10 @@ class PastTexts:
 class SuffixDrafter:
     """Copies the most frequent continuation of the text's longest known suffix, as far as likely.
 
-    It searches the request's own text, the outputs of ended requests, and a corpus. A longer match
-    allows a longer draft; among all match lengths and texts, the draft with the most tokens
-    expected to be accepted is used. A match of one token is used only if there is none of two.
+    It searches the request's own text and prediction, the outputs of ended requests, and a corpus.
+    A longer match allows a longer draft; among all match lengths and texts, the draft with the most
+    tokens expected to be accepted is used. A match of one token is used only if there is none of
+    two.
     Outputs of other requests are used for greedy requests and, with coupled verification, for all:
     otherwise drafts determine which random numbers are used, and a sampled text must not depend on
     other requests.
@@ -222,8 +222,9 @@ class SuffixDrafter:
         own = self._own.get(request)
         if own is None:
             own = self._own[request] = SuffixIndex()
-            own.add(input_of(request))
-        own.add(request.token_ids[len(own) - len(input_of(request)) :])
+        read, skipped = request.reads
+        own.add(read[len(own) :])
+        own.add(request.token_ids[skipped + len(own) - len(read) :])
         indices = [own, *self._corpus.indices]
         if is_coupled or request.params.temperature == 0:
             indices += self._past.indices

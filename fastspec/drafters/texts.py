@@ -22,8 +22,8 @@ class Texts(NamedTuple):
 class TextStore:
     """One row per request; a step uploads only the tokens committed since the last one.
 
-    The text of an encoder-decoder is its encoder's input followed by its decoder's tokens; the
-    decoder's start token prevents matches across the boundary. A prediction comes before all.
+    A text begins with what `Request.reads` says; of an encoder-decoder, the decoder's start token
+    prevents matches across the boundary.
     """
 
     def __init__(self):
@@ -47,17 +47,15 @@ class TextStore:
                 row = self._free.pop() if self._free else len(self._rows)
                 self._rows[request.request_id], self._lengths[request.request_id] = row, 0
             rows.append(self._rows[request.request_id])
-        reads = [input_of(request) for request in requests]
-        lengths = [len(read) + len(text) for read, text in zip(reads, texts, strict=True)]
+        pairs = zip(requests, texts, strict=True)
+        lengths = [row_length(request, len(text)) for request, text in pairs]
         self._grow(max(rows) + 1, max(lengths), device)
         width = self._token_ids.shape[1]
         values: list[int] = []
         places: list[int] = []
-        for request, read, text, row, length in zip(
-            requests, reads, texts, rows, lengths, strict=True
-        ):
-            start = self._lengths[request.request_id]
-            values += read[start:] + text[max(0, start - len(read)) :]
+        for request, text, row, length in zip(requests, texts, rows, lengths, strict=True):
+            start, (read, skipped) = self._lengths[request.request_id], request.reads
+            values += read[start:] + text[skipped + max(0, start - len(read)) :]
             places += range(row * width + start, row * width + length)
             self._lengths[request.request_id] = length
         packed = device_tensor([*values, *places, *rows, *lengths], torch.int64, device)
@@ -72,8 +70,7 @@ class TextStore:
         """Note that only the first `length` tokens of the text itself are still valid."""
         known = self._lengths.get(request.request_id)
         if known is not None:
-            most = len(input_of(request)) + length
-            self._lengths[request.request_id] = min(known, most)
+            self._lengths[request.request_id] = min(known, row_length(request, length))
 
     def forget(self, request_id: str) -> None:
         """Free the row for another request."""
@@ -92,8 +89,7 @@ class TextStore:
             self._token_ids = grown
 
 
-def input_of(request: Request) -> list[int]:
-    """Return what copies read before the text: a prediction, an encoder-decoder's encoder input."""
-    if request.encoder_input is None:
-        return request.prediction
-    return request.prediction + request.encoder_input.token_ids
+def row_length(request: Request, length: int) -> int:
+    """Return the tokens that copies read of a text of so many tokens itself."""
+    read, skipped = request.reads
+    return len(read) + length - skipped

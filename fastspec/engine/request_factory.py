@@ -17,7 +17,6 @@ from fastspec.engine.prompts import Prompt
 from fastspec.engine.request import EngineRequest
 from fastspec.models.layout import EncoderInput
 
-_COPY_CONTEXT = 16  # tokens of the prompt before a prediction
 _BEFORE_INDEX = "\0"  # separates the index in sample ids, which let drafters tell samples apart
 
 
@@ -109,7 +108,7 @@ class RequestFactory:
         root = Content(None) if params.n > 1 and self.shares_prompts else None
         structure = params.structured_outputs
         grammar = None if structure is None else self._grammars.compile(structure)
-        prediction = self._prediction(params, token_ids)
+        prediction = self._prediction(params)
         requests = [
             EngineRequest(
                 request_id=f"{request_id}{_BEFORE_INDEX}{index}" if index else request_id,
@@ -132,12 +131,15 @@ class RequestFactory:
         self._alive.setdefault(request_id, requests[0])
         return requests
 
-    def _prediction(self, params: SamplingParams, token_ids: list[int]) -> list[int]:
-        """Return the end of a prompt before its prediction, so that the first copy finds it."""
+    def _prediction(self, params: SamplingParams) -> list[int]:
+        """Return the ids of a prediction, which is not longer than any output can be."""
         if params.prediction is None:
             return []
         ids = self.reader.plain_ids("prediction", params.prediction)
-        return token_ids[-_COPY_CONTEXT:] + ids if ids else []
+        most = self.reader.max_model_len
+        if len(ids) > most:
+            raise ValueError(f"prediction: has {len(ids)} tokens; the limit is {most}")
+        return ids
 
     def _detokenizer(self, params: SamplingParams) -> Detokenizer | None:
         if self._tokenizer is None:

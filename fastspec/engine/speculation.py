@@ -91,7 +91,9 @@ class Speculation:
         require("num_speculative_tokens", num, fits, f"at most the drafter's K, {most}")
         if params.prediction is not None and not getattr(self.last_drafter, "copies_texts", False):
             name = "none" if self.last_drafter is None else self.last_drafter.name
-            raise ValueError(f"prediction: drafter {name!r} does not copy; prompt_lookup does")
+            raise ValueError(
+                f"prediction: drafter {name!r} does not copy; suffix does, for example"
+            )
 
     def limit(self, request: EngineRequest) -> int:
         """Return K for a request of this drafter."""

@@ -319,10 +319,10 @@ class Endpoint:
             message = f"the limit of {most} texts at a time is reached; try again later"
             raise Refused(429, message, "server_busy", _RETRY_AFTER)
         try:
-            if isinstance(asked.params.prediction, str):
-                self.prompts.check_length(asked.params.prediction, "prediction")
-            makers = self._makers(prompts, asked.template)
-            return await self.thread.open(makers, asked.params, asked.is_open_ended)
+            makers, prediction = self._makers(prompts, asked.template), asked.params.prediction
+            if prediction is not None:
+                prediction = partial(self.prompts.prediction_ids, prediction)
+            return await self.thread.open(makers, asked.params, asked.is_open_ended, prediction)
         except (ValueError, RecursionError) as error:
             raise self._bad_request(str(error), asked.fields) from error
 

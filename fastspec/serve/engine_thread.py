@@ -144,20 +144,25 @@ class EngineThread:
         prompts: Sequence[Callable[[], list[int]]],
         params: SamplingParams,
         is_open_ended: bool = False,
+        prediction: Callable[[], list[int]] | None = None,
     ) -> Generation:
         """Queue prompts, all or none.
 
         Args:
             prompts: functions that make their ids, called in the thread for prompts.
             is_open_ended: whether texts may end before params.max_tokens, when the cache is full.
+            prediction: makes the ids of params.prediction, in the same thread.
         Raises:
             ValueError: a prompt or parameter that cannot be run.
         """
         generation = Generation(self._close, len(prompts) * params.n)
         self.num_texts += generation.num_texts
-        made = [self._prompts.ask(prompt) for prompt in prompts]
+        makers = prompts if prediction is None else [*prompts, prediction]
+        made = [self._prompts.ask(make) for make in makers]
         try:
             ids = [await asyncio.wrap_future(future) for future in made]
+            if prediction is not None:
+                params = replace(params, prediction=ids.pop())
             add = partial(self._add, generation, ids, params, is_open_ended)
             await asyncio.wrap_future(self._call(add))
         except BaseException:

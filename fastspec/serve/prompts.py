@@ -26,12 +26,12 @@ class PromptMaker:
         longest = longest_token(self._reader.tokenizer)
         self._most_characters = None if longest is None else self._most * longest
 
-    def check_length(self, text: str, name: str = "prompt") -> None:
+    def check_length(self, text: str) -> None:
         """Refuse at once, with ValueError, a text that must have more tokens than the limit."""
         most = self._most_characters
         if most is not None and len(text) > most:
             raise ValueError(
-                f"{name}: has {len(text)} characters, more than fit in {self._most} tokens, the"
+                f"prompt: has {len(text)} characters, more than fit in {self._most} tokens, the"
                 " limit"
             )
 
@@ -46,9 +46,13 @@ class PromptMaker:
         self.check_length(text)
         return self._within_limit(self._reader.chat_ids(text))
 
-    def _within_limit(self, ids: list[int]) -> list[int]:
+    def prediction_ids(self, prediction: str | Sequence[int]) -> list[int]:
+        """The ids of what an output may resemble; ValueError as for `ids`."""
+        return self._within_limit(self._reader.plain_ids("prediction", prediction), "prediction")
+
+    def _within_limit(self, ids: list[int], name: str = "prompt") -> list[int]:
         if len(ids) > self._most:
-            raise ValueError(f"prompt: has {len(ids)} tokens; the limit is {self._most}")
+            raise ValueError(f"{name}: has {len(ids)} tokens; the limit is {self._most}")
         return ids
 
 

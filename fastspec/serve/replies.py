@@ -191,7 +191,7 @@ class Answer:
         if self._is_chat:
             choice["message"] = {"role": "assistant", "content": output.text}
         else:
-            choice["text"] = prompt.text + output.text
+            choice["text"] = prompt.text + self._gap(prompt, output) + output.text
         if output.logprobs is not None:
             tops = output.top_logprobs
             choice["logprobs"] = self._logprobs(
@@ -201,6 +201,11 @@ class Answer:
                 None if tops is None else [*prompt.top_logprobs, *tops],
             )
         return choice | self._writers(output.token_ids, output.sources, output.drafters)
+
+    def _gap(self, prompt: "_Prompt", output: RequestOutput) -> str:
+        """The space of the first new token, which decoders drop where a text begins."""
+        first = self._decode(output.token_ids[0])[0] if prompt.text and output.token_ids else ""
+        return " " if first.startswith(" ") and not output.text.startswith(" ") else ""
 
     def _prompt(self, index: int) -> "_Prompt":
         """What an echo adds to a choice; of several texts of a prompt the first has its numbers."""

@@ -50,6 +50,7 @@ _SET_BY = {
     "structured_outputs": (*_GUIDED, "response_format"),
     "num_speculative_tokens": ("speculation",),
     "n": ("prompt",),
+    "prompt_logprobs": ("echo",),
     "prompt": ("messages",),
     "chat": ("messages",),
 }
@@ -241,11 +242,15 @@ def _prediction(given: Any) -> Any:
     _check_names("prediction.", given, {"type", "content"})
     kind, content = given.get("type"), given.get("content")
     require("prediction", given, kind == "content", "an object whose type is content")
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    for part in parts:
+    if _is_text(content):
+        return content
+    expected = "a content that is a text or a list of parts with text"
+    require("prediction", given, isinstance(content, list), expected)
+    for part in content or ():
         fits = isinstance(part, dict) and part.get("type") == "text" and _is_text(part.get("text"))
-        require("prediction", part, fits, "a content that is a text or a list of parts with text")
-    return "".join(part["text"] for part in parts)
+        require("prediction", part, fits, expected)
+        _check_names("prediction.content.", part, {"type", "text"})
+    return "".join(part["text"] for part in content or ())
 
 
 def _check_names(place: str, given: Mapping[str, Any], known: Set[str]) -> None:

@@ -42,7 +42,8 @@ _AHEAD = 2  # rows that a process has at once, in units of its batch size
 _MEETING = "fastspec batch"
 _PATIENCE = timedelta(minutes=5)  # with processes that start more slowly
 _ANSWER = ("text", "token_ids", "finish_reason", "error")
-_OPTIONS = {field.name for field in fields(SamplingParams)}
+# A column called prediction is data, as of evaluations.
+_OPTIONS = {field.name for field in fields(SamplingParams)} - {"prediction"}
 _NOT_OF_ROWS = {
     *("n", "logprobs", "prompt_logprobs", "logits_processors"),
     # Fields of requests that change what a server answers.

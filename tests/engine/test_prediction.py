@@ -3,10 +3,14 @@
 import pytest
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
+from fastspec.drafters.prompt_lookup import PromptLookupDrafter
+from fastspec.drafters.suffix import SuffixDrafter, SuffixIndex
+from fastspec.drafters.texts import TextStore
 from fastspec_kernels.testing import chi_square
 
 from ..models import T5_CONFIGS, byte_tokenizer, perturbed, random_model, random_t5
 from .helpers import ALPHA, FILTERED, GREEDY, PROMPTS, drawn_counts, exact_distribution, small_model
+from .probes import batch_of, request_of
 
 COPIES = {"suffix_tokens": 6, "suffix_max_spec_factor": 3.0}
 TREE = {"tree_nodes": 8, "tree_width": 2, "draft_sample_method": "greedy"}
@@ -14,6 +18,7 @@ METHODS = [
     ("prompt_lookup", 6, {"prompt_lookup_min": 2}),
     ("ngram", 4, {"ngram_size": 3}),
     ("suffix", 6, {}),
+    ("mag", 6, {}),
     ("suffix", 6, {"tree_nodes": 12}),
     ("draft_model", 2, COPIES),
     ("tree", 4, {**TREE, "tree_prompt_lookup": True}),
@@ -56,6 +61,32 @@ def test_the_first_step_copies_its_beginning():
         (again,) = engine.generate([prompt], predicting(output.token_ids))
         assert again.sources[:8] == ("draft",) * 8
         assert again.stats.num_steps < output.stats.num_steps / 2
+
+
+def test_a_prediction_comes_before_the_prompt_where_both_match():
+    """Where a file is changed, the old one is in the prompt and the new one is the prediction."""
+    old, new = [list(range(20, 60, 2)), list(range(20, 60, 2))]
+    new[5] = new[11] = 77
+    request = request_of([*old, 1])
+    request.prediction = [*new, 2]
+    request.token_ids += [*new[:4]]
+    texts = TextStore().update(batch_of(request))
+    draft = PromptLookupDrafter(2, 8).copy(texts, 3).tolist()
+    assert draft == [new[4:7]]
+    read, skipped = request.reads
+    assert read == [*old, 1, *new, 2, *old[-15:], 1]
+    assert skipped == len(old) + 1
+    assert texts.token_ids[0].tolist() == read + new[:4]
+
+
+def test_an_interrupt_leaves_the_beginning_of_what_is_read():
+    request = request_of([1, 2, 3])
+    request.prediction = list(range(5, 40))
+    drafter = SuffixDrafter(4.0, 0.0, 1000)
+    index = drafter._own[request] = SuffixIndex()
+    index.add([1, 2, 3, 5, 6])  # as far as it came
+    drafter.draft(request, 3, 3, False)
+    assert [*index.end(len(index))] == [1, 2, 3, *range(5, 40), 1, 2, 3]
 
 
 def test_samples_share_it_and_preempted_ones_keep_it():
@@ -108,7 +139,9 @@ def test_texts():
         engine.generate(["ab"], predicting("\ud800"))
 
 
-@pytest.mark.parametrize("wrong", [3, [1.5], [-1], {"type": "content"}, b"ab"])
+@pytest.mark.parametrize(
+    "wrong", [3, [1.5], [-1], {1}, {"type": "content"}, b"ab", bytearray(b"a")]
+)
 def test_wrong_values(wrong):
     with pytest.raises(ValueError, match=r"^prediction: expected a text or a list of ints >= 0"):
         SamplingParams(prediction=wrong)
@@ -120,6 +153,11 @@ def test_what_an_engine_refuses(model, drafter):
         engine.generate([[1]], predicting([100_000]))
     with pytest.raises(ValueError, match=r"^prediction: a text needs a tokenizer"):
         engine.generate([[1]], predicting("a"))
+    with pytest.raises(ValueError, match=r"^prediction: has 9000 tokens; the limit is"):
+        engine.generate([[1]], predicting([2] * 9000))
+    shared = SpecConfig("ngram", 4, ngram_store="engine", rejection_sample_method="coupled")
+    with pytest.raises(ValueError, match=r"^prediction: drafter 'ngram' does not copy"):
+        Engine(model, spec=shared).generate([[1]], predicting([2]))
     for engine, name in (Engine(model, drafter), "draft_model"), (Engine(model), "none"):
         with pytest.raises(ValueError, match=rf"^prediction: drafter '{name}' does not copy"):
             engine.generate([[1]], predicting([2]))

@@ -1,6 +1,10 @@
 """Log-probabilities in OpenAI's form, and prompts that are given back with theirs."""
 
+from types import SimpleNamespace
+
 import pytest
+
+from fastspec.serve.replies import Answer
 
 from .helpers import PROMPT, complete, converse, generated
 
@@ -83,3 +87,14 @@ def test_echoes_of_several_texts_and_prompts(client, engine):
     assert choices[2].logprobs.text_offset[:4] == [0, 1, 1, 2]
     (choice,) = complete(client, echo=True, max_tokens=2).choices
     assert (choice.text, choice.logprobs) == (wanted[0], None)
+
+
+@pytest.mark.parametrize(
+    ("first", "text", "gap"), [(" a", "a b", " "), (" a", " a", ""), ("a", "a", "")]
+)
+def test_a_decoder_that_drops_the_first_space_leaves_a_gap_after_an_echo(first, text, gap):
+    """As those of SentencePiece's tokenizers do, which see only the output."""
+    answer = SimpleNamespace(_decode=lambda token_id: (first, first.encode()))
+    prompt, output = SimpleNamespace(text="x"), SimpleNamespace(token_ids=(1, 2), text=text)
+    assert Answer._gap(answer, prompt, output) == gap  # pyright: ignore
+    assert Answer._gap(answer, SimpleNamespace(text=""), output) == ""  # pyright: ignore
