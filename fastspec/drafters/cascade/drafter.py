@@ -65,7 +65,7 @@ class CascadeDrafter:
         self._keeps_logits = lenience == 1
         self._vocab_size = vocab_size
         self._probabilistic = probabilistic
-        self.copies_texts = any(level.copies_texts for level in self._levels)
+        self.copies_texts = any(getattr(level, "copies_texts", False) for level in levels)
         self.seconds = {level.name: 0.0 for level in self._levels}
 
     def propose(self, batch: Batch) -> Proposal:
