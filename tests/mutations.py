@@ -352,7 +352,7 @@ MUTATIONS = [
     *_of(
         "kernels/fastspec_kernels/triton/tree_rules.py",
         "tests/kernels/test_verify_tree.py -k triton",
-        ("(y >= row.lowest) & (gone == 0)", "y >= row.lowest"),
+        ("tl.where(gone == 0, weights, 0.0)", "weights"),
     ),
     *_of(
         "kernels/fastspec_kernels/triton/tree_walk.py",

@@ -173,10 +173,11 @@ def decoder_layers(op: str, shape: dict, backend: str, device: str, num_sets: in
     return Call(lambda i: results(len(layers), backend), check)
 
 
-def bytes_of_layers(batch: int, tokens: int, context: int, layers: int, E: int) -> float:
+def bytes_of_layers(shape: dict) -> float:
     """Of one read of the weights, and of each sequence's keys and values."""
-    rows = (2 * predict.HEADS + 2 * predict.KV_HEADS) * predict.HEAD_SIZE + 3 * (E * 7 // 2)
-    return layers * (rows * E * predict.ITEM + 2 * batch * context * predict.SLOT)
+    size, num_keys = shape["E"], shape["B"] * shape["context"]
+    rows = 2 * (predict.HEADS + predict.KV_HEADS) * predict.HEAD_SIZE + 3 * (size * 7 // 2)
+    return shape["layers"] * (rows * size * predict.ITEM + 2 * num_keys * predict.SLOT)
 
 
 MAKERS = {"store_kv": store_kv, "compact_kv": compact_kv, "decoder_layers": decoder_layers}
@@ -185,9 +186,8 @@ MAKERS = {"store_kv": store_kv, "compact_kv": compact_kv, "decoder_layers": deco
 def plan(device: str, memory: int) -> Iterator[tuple[str, dict, float, str]]:
     """Op, shape, bytes of the floor and backend of each case that fits; attention first."""
     found = [(case.op, case.shape, case.floor_bytes) for case in predict.cases(MACHINES[0])]
-    for shape in OF_LAYERS:
-        sizes = {"batch" if name == "B" else name: size for name, size in (shape | WHOLE).items()}
-        found.append(("decoder_layers", shape | WHOLE, bytes_of_layers(**sizes)))
+    shapes = [shape | WHOLE for shape in OF_LAYERS]
+    found += [("decoder_layers", shape, bytes_of_layers(shape)) for shape in shapes]
     found = [case for case in found if case[0] in OPS]
     for op, shape, num_bytes in sorted(found, key=lambda case: (OPS.index(case[0]), case[2])):
         if 2 * num_bytes > memory:

@@ -134,10 +134,8 @@ _PREDICTION = Kind(
     "a text or a list of ints >= 0",
     lambda value: (
         value is None
-        or (
-            isinstance(value, (str, list, tuple, range))
-            and (isinstance(value, str) or all(is_int(each) and each >= 0 for each in value))
-        )
+        or isinstance(value, str)
+        or (isinstance(value, (list, tuple, range)) and (not value or _is_ids(value)))
     ),
     lambda value: value if value is None or isinstance(value, str) else tuple(map(int, value)),
     None,

@@ -147,10 +147,9 @@ class SuffixDrafter:
     It searches the request's own text and prediction, the outputs of ended requests, and a corpus.
     A longer match allows a longer draft; among all match lengths and texts, the draft with the most
     tokens expected to be accepted is used. A match of one token is used only if there is none of
-    two.
-    Outputs of other requests are used for greedy requests and, with coupled verification, for all:
-    otherwise drafts determine which random numbers are used, and a sampled text must not depend on
-    other requests.
+    two. Outputs of other requests are used for greedy requests and, with coupled verification, for
+    all: otherwise drafts determine which random numbers are used, and a sampled text must not
+    depend on other requests.
 
     Args:
         max_spec_factor: maximum draft length as a multiple of the match length.

@@ -202,12 +202,12 @@ class Answer:
             )
         return choice | self._writers(output.token_ids, output.sources, output.drafters)
 
-    def _gap(self, prompt: "_Prompt", output: RequestOutput) -> str:
+    def _gap(self, prompt: _Prompt, output: RequestOutput) -> str:
         """The space of the first new token, which decoders drop where a text begins."""
         first = self._decode(output.token_ids[0])[0] if prompt.text and output.token_ids else ""
         return " " if first.startswith(" ") and not output.text.startswith(" ") else ""
 
-    def _prompt(self, index: int) -> "_Prompt":
+    def _prompt(self, index: int) -> _Prompt:
         """What an echo adds to a choice; of several texts of a prompt the first has its numbers."""
         place, n = index // self._asked.params.n, self._asked.params.n
         (first,) = (output for number, output in self._outputs if number == place * n)
@@ -251,7 +251,7 @@ class Answer:
             lists = [[_token(*pair) for pair in pairs[:count]] for pairs in best]
             lists = lists or [[] for _ in tokens]
             rows = zip(tokens, values, lists, strict=True)
-            content = [{**_token(token, v), "top_logprobs": tops} for token, v, tops in rows]
+            content = [{**_token(token, v), "top_logprobs": each} for token, v, each in rows]
             return {"content": content, "refusal": None}
         decoder = self._decoders.setdefault(index, _UTF8(errors="replace"))
         length, offsets = self._offsets.get(index, 0), []

@@ -246,11 +246,12 @@ def _prediction(given: Any) -> Any:
         return content
     expected = "a content that is a text or a list of parts with text"
     require("prediction", given, isinstance(content, list), expected)
-    for part in content or ():
+    assert isinstance(content, list)
+    for part in content:
         fits = isinstance(part, dict) and part.get("type") == "text" and _is_text(part.get("text"))
         require("prediction", part, fits, expected)
         _check_names("prediction.content.", part, {"type", "text"})
-    return "".join(part["text"] for part in content or ())
+    return "".join(part["text"] for part in content)
 
 
 def _check_names(place: str, given: Mapping[str, Any], known: Set[str]) -> None:

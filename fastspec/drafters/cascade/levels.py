@@ -42,7 +42,7 @@ class Level:
         piece: minimum number of tokens it writes at a time; 0 = as many as requested.
     """
 
-    can_review = copies_texts = False
+    can_review = False
     piece = 0
     name: str
 

@@ -23,6 +23,7 @@ from fastspec_kernels.triton.rows import (
     to_mass,
     units_lost,
     weights_of,
+    weights_of_group,
 )
 from fastspec_kernels.triton.slots import (
     INFINITY,
@@ -197,7 +198,6 @@ def _without_token(
     totals = tl.load(tiles.total + at, mask=tile < num_tiles, other=0)
     here = tile == token // TILE
     ids = group_of(token, TILE)
-    x = load_logits(target, offset, row, ids, (ids >= 0) & (ids < target.vocab))
-    weights = weights_of(x, tl.max(tl.where(here, maxima, -INFINITY), 0), scale)
-    lost = units_lost(tl.where(x >= lowest, weights, 0.0), ids == token)
+    weights = weights_of_group(target, offset, row, ids, here, maxima, lowest, scale)
+    lost = units_lost(weights, ids == token)
     return masses_of(totals - tl.where(here, lost, 0), maxima, best, scale)

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from fastspec_kernels.triton.slots import INFINITY
+from fastspec_kernels.triton.slots import INFINITY, load_logits
 
 LN_2 = tl.constexpr(0.6931471805599453)
 TILE_ONE = tl.constexpr(2147483648.0)  # 2**31, the weight of a tile's best logit
@@ -66,6 +66,14 @@ def group_of(token, TILE: tl.constexpr):
     """The ids [GROUP] of the group that a token belongs to, as `sum_groups` adds them."""
     distance: tl.constexpr = TILE // GROUP
     return token // TILE * TILE + token % distance + tl.arange(0, GROUP) * distance
+
+
+@triton.jit
+def weights_of_group(target, offset, row, ids, here, maxima, lowest, scale):
+    """Weights of the ids of a group, as they are in the sum of the tile that is `here`."""
+    x = load_logits(target, offset, row, ids, (ids >= 0) & (ids < target.vocab))
+    weights = weights_of(x, tl.max(tl.where(here, maxima, -INFINITY), 0), scale)
+    return tl.where(x >= lowest, weights, 0.0)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from fastspec_kernels.triton.rows import (
     masses_of,
     to_mass,
     units_lost,
-    weights_of,
+    weights_of_group,
 )
 from fastspec_kernels.triton.slots import (
     INFINITY,
@@ -91,12 +91,13 @@ def by_mass(
         else:
             here = tile == token // TILE
             ids = group_of(token, TILE)
-            y = load_logits(target, row.offset, row.row, ids, (ids >= 0) & (ids < target.vocab))
-            weights = weights_of(y, tl.max(tl.where(here, row.maxima, -INFINITY), 0), scale)
+            weights = weights_of_group(
+                target, row.offset, row.row, ids, here, row.maxima, row.lowest, scale
+            )
             # Earlier siblings are out of the sum already, a repeated token with them.
             earlier = (parents == node) & (tl.arange(0, NODES) < child)
             gone = tl.max(((ids[:, None] == tokens[None, :]) & earlier[None, :]).to(tl.int32), 1)
-            weights = tl.where((y >= row.lowest) & (gone == 0), weights, 0.0)
+            weights = tl.where(gone == 0, weights, 0.0)
             totals -= tl.where(here, units_lost(weights, ids == token), 0)
             child = next_child(parents, node, child, NODES)
             judging = tl.where(child < OUTSIDE, 1, 0)
