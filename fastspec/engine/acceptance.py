@@ -36,9 +36,8 @@ def verify_drafts(
     ids: Tensor,
     parents: Tensor | None,
     bitmask: Tensor | None,
-) -> tuple[Tensor, ...]:
-    """Apply the acceptance rule: output ids, accepted_len and logprobs, and before them, for trees
-    and coupled chains, the path.
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Apply the acceptance rule: output ids, accepted_len, logprobs, and for trees the path.
 
     Args:
         logits: [T, V], packed: counts[b] rows for request b.
@@ -62,14 +61,17 @@ def verify_drafts(
         uniforms = torch.cat([uniforms[:, :num], uniforms[:, most:]], dim=1)
     if rate is not None:
         synthetic = logits, cu_rows, proposal.token_ids, uniforms, rate
-        return verify_synthetic(*synthetic, batch.sampling, bitmask, batch.backend)
+        return *verify_synthetic(*synthetic, batch.sampling, bitmask, batch.backend), None
     given: dict[str, Any] = {**batch.sampling, "token_bitmask": bitmask, "backend": batch.backend}
     given |= {"draft_logits": proposal.draft_logits, "draft_token_map": proposal.draft_token_map}
     if parents is not None:
         given["sibling_rule"] = proposal.sibling_rule
-        return verify_tree(logits, cu_rows, ids, parents, uniforms, **given)
+        verified = verify_tree(logits, cu_rows, ids, parents, uniforms, **given)
+        path, output_ids, accepted_len, logprobs = verified
+        return output_ids, accepted_len, logprobs, path
+    # The kernels' lenience is relaxed_acceptance; SpecConfig.lenience is between drafters only.
     given |= {"lenience": spec.relaxed_acceptance, "method": spec.rejection_sample_method}
-    return verify_chain(logits, cu_rows, proposal.token_ids, uniforms, **given)
+    return *verify_chain(logits, cu_rows, proposal.token_ids, uniforms, **given), None
 
 
 def reads_draft_logits(spec: SpecConfig) -> bool:
@@ -117,7 +119,7 @@ def verify_coupled(
     parents: Tensor | None,
     batch: Batch,
     token_bitmask: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Draw a token after each of T rows, and accept tree nodes as long as they match the draws.
 
     A token is the argmax of logit / temperature plus Gumbel noise determined by the seed and the
@@ -130,15 +132,16 @@ def verify_coupled(
         ids: [B, N] int32, node 0 is the last committed token.
         parents: [B, N] int32, None = chains.
     Returns:
-        path, output ids, accepted_len and logprobs, as returned by `fastspec_kernels.verify_tree`.
+        See `verify_drafts`; the tensors are as those of `fastspec_kernels.verify_tree`.
     """
     owners, nodes = places
     num_requests, width = ids.shape
     chain = torch.arange(-1, width - 1, device=ids.device)
-    depths = (chain + 1).expand_as(ids)
-    if parents is not None:
+    is_chain, depths = parents is None, (chain + 1).expand_as(ids)
+    if parents is None:
+        parents = chain.expand_as(ids)
+    else:
         depths, _ = build_tree(parents, backend=batch.backend)
-    parents = chain.expand_as(ids) if parents is None else parents
     seeds, lengths = batch.keys
     picked, logprobs = sample_coupled(
         target_logits,
@@ -157,25 +160,27 @@ def verify_coupled(
 
     node = torch.zeros((num_requests, 1), dtype=torch.int64, device=ids.device)
     is_going = torch.ones_like(node, dtype=torch.bool)
-    path, tokens, values = [node], [choices[:, :1]], [logprob_of[:, :1]]
+    steps, tokens, values = [node], [choices[:, :1]], [logprob_of[:, :1]]
     for _ in range(min(batch.num_speculative_tokens, width - 1)):
         choice = choices.gather(1, node)
         follows = (parents == node) & (ids == choice) & is_verified & (choice >= 0)
         is_going = is_going & follows.any(1, keepdim=True)
         node = torch.where(is_going, follows.int().argmax(1, keepdim=True), node)
-        path.append(torch.where(is_going, node, -1))
+        steps.append(torch.where(is_going, node, -1))
         tokens.append(torch.where(is_going, choices.gather(1, node), -1))
         values.append(torch.where(is_going, logprob_of.gather(1, node), 0.0))
-    steps = torch.cat(path, dim=1)
-    accepted_len = (steps >= 0).sum(1) - 1
+    path = torch.cat(steps, dim=1)
+    accepted_len = (path >= 0).sum(1) - 1
     is_valid = choices.gather(1, node) >= 0  # [B, 1], of the last row that was reached
     accepted_len = torch.where(is_valid[:, 0], accepted_len, -1).int()
-    missing = width - steps.shape[1]
+    missing = width - path.shape[1]
     return (
-        pad(steps[:, 1:].int().where(is_valid, -1), (0, missing + 1), value=-1),
         pad(torch.cat(tokens, dim=1).where(is_valid, -1), (0, missing), value=-1),
         accepted_len,
         pad(torch.cat(values, dim=1).where(is_valid, 0.0), (0, missing)),
+        None
+        if is_chain
+        else pad(path[:, 1:].int().where(is_valid, -1), (0, missing + 1), value=-1),
     )
 
 

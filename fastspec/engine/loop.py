@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from time import perf_counter
+from typing import NamedTuple
 
 import torch
 
@@ -20,6 +21,18 @@ from fastspec.engine.speculation import Speculation
 from fastspec.engine.stats import PHASES, SpecStats
 
 _INTERRUPTED = "an interrupt came while the engine changed what it knows of this request"
+
+
+class End(NamedTuple):
+    """How a request ends.
+
+    Attributes:
+        is_request_error: whether the error is due to the request's parameters.
+    """
+
+    finish_reason: str
+    error: str | None = None
+    is_request_error: bool = False
 
 
 @dataclass(eq=False)
@@ -63,7 +76,7 @@ class Loop:
         if self.queues_are_torn:
             self._reset()
         for request in [each for each in self.scheduler.running if each.is_torn]:
-            self._end(request, "error", _INTERRUPTED)
+            self._end(request, End("error", _INTERRUPTED))
         if self.abandoned:
             self.drop_abandoned()
         start = perf_counter()
@@ -99,7 +112,7 @@ class Loop:
         requests = self.scheduler.samples(request_id)
         if not requests:
             return None
-        output, *others = [self._end(request, "abort") for request in requests]
+        output, *others = [self._end(request, End("abort")) for request in requests]
         ended = {(request_id, request.index) for request in requests}
         self.events = [e for e in self.events if (e.request_id, e.index) not in ended]
         return replace(output, others=tuple(others)) if others else output
@@ -201,7 +214,7 @@ class Loop:
         ended: list[tuple[EngineRequest, bool]] = []  # and whether they failed
         for index, (request, verdict) in enumerate(zip(running, verdicts, strict=True)):
             if verdict.accepted_len < 0:
-                self._post_output(request, "error", *_failure_of(request))
+                self._post_output(request, _failure_of(request))
                 ended.append((request, True))
                 continue
             writers: Sequence[str] = [speculation.drafter.name] * verdict.accepted_len
@@ -213,15 +226,15 @@ class Loop:
                 writer, paths = proposal.branch
                 shared = common_prefix_len(paths[index], verdict.output_ids[: len(writers)])
                 writers = [writer] * shared + list(writers[shared:])
-            kept, *end = self._append(request, verdict, writers)
+            kept, end = self._append(request, verdict, writers)
             proposed = kept if kept <= verdict.accepted_len else verdict.num_draft_tokens
             accepted = min(kept, verdict.accepted_len)
             passes = proposal.passes[index] if proposal.passes else None
             for stats in (self.stats, request.stats):
                 stats.record_step(proposed, accepted, kept, passes)
-            if end:
-                self._post_output(request, *end)
-                ended.append((request, len(end) > 1))
+            if end is not None:
+                self._post_output(request, end)
+                ended.append((request, end.error is not None))
             drafts = batch.own_limits is None or batch.own_limits[index] > 0
             if speculation.schedule is not None and drafts:
                 wanted = (proposal.num_asked or batch.num_draft_tokens)[index]
@@ -233,9 +246,10 @@ class Loop:
             for request, failed in ended:
                 self._remove(request, failed)
 
-    def _append(self, request: EngineRequest, verdict: Verdict, writers: Sequence[str]) -> tuple:
-        """Append a verdict's tokens until the request ends; return their number, and how it ends
-        if it does: the reason, and the error if there is one."""
+    def _append(
+        self, request: EngineRequest, verdict: Verdict, writers: Sequence[str]
+    ) -> tuple[int, End | None]:
+        """Append a verdict's tokens until the request ends; return their number, and its end."""
         events = self.inboxes.get(request.public_id, self.events)
         logprobs = verdict.logprobs if request.params.logprobs is not None else None
         for index, token_id in enumerate(verdict.output_ids):
@@ -248,7 +262,7 @@ class Loop:
                 finish_reason = request.append(token_id, source, writer, logprob, top)
             except Exception as error:  # the tokenizer's, or a grammar's: the others go on
                 request.give_up_text()
-                return index, "error", f"its text cannot be continued: {error!r}"
+                return index, End("error", f"its text cannot be continued: {error!r}")
             text = request.detokenizer.take() if request.detokenizer is not None else ""
             tree = verdict if verdict.parents and index == 0 else None
             event = StreamEvent(
@@ -266,20 +280,14 @@ class Loop:
             events.append(event)
             request.num_cached = len(request.token_ids) - 1
             if finish_reason is not None:
-                return index + 1, finish_reason
+                return index + 1, End(finish_reason)
             request.is_torn = False
-        return (len(verdict.output_ids),)
+        return len(verdict.output_ids), None
 
-    def _end(
-        self,
-        request: EngineRequest,
-        finish_reason: str,
-        error: str | None = None,
-        is_request_error: bool = False,
-    ) -> RequestOutput:
+    def _end(self, request: EngineRequest, end: End) -> RequestOutput:
         """Post the output of a request with its last event, and remove it."""
-        output = self._post_output(request, finish_reason, error, is_request_error)
-        self._remove(request, failed=error is not None)
+        output = self._post_output(request, end)
+        self._remove(request, failed=end.error is not None)
         return output
 
     def _remove(self, request: EngineRequest, failed: bool) -> None:
@@ -288,24 +296,19 @@ class Loop:
         self.queues_are_torn = False
         self._release(request)
 
-    def _post_output(
-        self,
-        request: EngineRequest,
-        finish_reason: str,
-        error: str | None = None,
-        is_request_error: bool = False,
-    ) -> RequestOutput:
+    def _post_output(self, request: EngineRequest, end: End) -> RequestOutput:
         request.is_torn = True
         try:
-            output = request.output(finish_reason, error, is_request_error)
+            output = request.output(*end)
         except Exception as raised:  # the tokenizer's
             request.give_up_text()
-            finish_reason, error = "error", error or f"its text cannot be decoded: {raised!r}"
-            output = request.output(finish_reason, error, is_request_error)
+            error = end.error or f"its text cannot be decoded: {raised!r}"
+            end = End("error", error, end.is_request_error)
+            output = request.output(*end)
         if request.has_ended:
             return output
         for stats in (self.stats, request.stats):
-            stats.finish_reasons[finish_reason] += 1
+            stats.finish_reasons[end.finish_reason] += 1
         text = request.detokenizer.take(final=True) if request.detokenizer else ""
         event = StreamEvent(
             request.public_id,
@@ -322,25 +325,25 @@ class Loop:
         """Free all blocks and end all requests, as an interrupt left them half changed."""
         for request in self.scheduler.reset():
             request.give_up_text()
-            self._post_output(request, "error", _INTERRUPTED)
+            self._post_output(request, End("error", _INTERRUPTED))
             self._release(request)
         self.queues_are_torn = False
 
 
-def _failure_of(request: EngineRequest) -> tuple[str, bool]:
-    """Say why no token could follow, and whether the request's parameters are to blame."""
+def _failure_of(request: EngineRequest) -> End:
+    """Say why no token could follow."""
     where = len(request.token_ids)
     error = f"logits after {where} tokens contain NaN or inf, or no finite value"
     if request.rules is None:
-        return error, False
+        return End("error", error)
     failure = request.rules.failure
     if isinstance(failure, GrammarError):
-        return str(failure), True
+        return End("error", str(failure), is_request_error=True)
     if failure is not None:
-        return f"the request's logit rules raised {failure!r}", False
+        return End("error", f"the request's logit rules raised {failure!r}")
     dead_end = request.rules.dead_end(request.token_ids)
     if dead_end is not None:
-        return dead_end, True
+        return End("error", dead_end, is_request_error=True)
     if request.params.logits_processors:
         error += ", or its logits processors made it so"
-    return error + ", or the request allows none of the remaining tokens", False
+    return End("error", error + ", or the request allows none of the remaining tokens")

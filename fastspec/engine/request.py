@@ -71,17 +71,17 @@ class EngineRequest(Request):
 
         If the tokenizer or a grammar raises, nothing is committed.
         """
-        text, reason = self.detokenizer, None
+        detokenizer, reason = self.detokenizer, None
         is_stop = token_id in self.stop_ids
         is_complete = not is_stop and self.rules is not None and self.rules.ends_text(token_id)
-        if text is not None and (not is_stop or self.params.include_stop_str_in_output):
-            text.push(token_id)
-        if is_stop or is_complete or (text is not None and text.stopped):
+        if detokenizer is not None and (not is_stop or self.params.include_stop_str_in_output):
+            detokenizer.push(token_id)
+        if is_stop or is_complete or (detokenizer is not None and detokenizer.stopped):
             reason = "stop"
         elif len(self.token_ids) + 1 >= self.max_len:
-            if text is not None:
-                text.finish()  # held-back text may complete a stop string
-            reason = "stop" if text is not None and text.stopped else "length"
+            if detokenizer is not None:
+                detokenizer.finish()  # held-back text may complete a stop string
+            reason = "stop" if detokenizer is not None and detokenizer.stopped else "length"
         self.token_ids.append(token_id)
         self.sources.append(source)
         self.drafters.append(drafter)

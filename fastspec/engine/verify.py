@@ -181,21 +181,25 @@ def _accepted(
     """Apply the acceptance rule to a `Pass`, compact trees, and copy the results to the host."""
     ranks = runner.paged_model.ranks
     verified = verify_drafts(spec, batch, proposal, logits, counts, ids, parents, bitmask)
-    *path, output_ids, accepted_len, logprobs = verified
+    output_ids, accepted_len, logprobs, path = verified
     columns = [accepted_len[:, None].expand_as(ids), output_ids, ids]
-    columns += [] if parents is None else [*path, parents]
+    columns += [] if path is None else [path, parents]
     table = torch.stack(columns, dim=1)
     if ranks is not None:
         table = ranks.of_first(table)
-        accepted_len, path = table[:, 0, 0].contiguous(), [*table[:, 3:4].unbind(1)]
-    if parents is not None:
-        runner.compact(spans, path[0], accepted_len)
-    rows_of = table.tolist()
+        accepted_len, path = table[:, 0, 0].contiguous(), None if path is None else table[:, 3]
+    if path is not None:
+        runner.compact(spans, path, accepted_len)
+    rows = table.tolist()
     wants_logprobs = any(request.params.logprobs is not None for request in batch.requests)
     if ranks is not None and wants_logprobs:
         logprobs = ranks.of_first(logprobs)
     values = logprobs.tolist() if wants_logprobs else [None] * len(counts)
-    return [verdict_of(*each) for each in zip(rows_of, counts, values, strict=True)]
+    verdicts = []
+    for row, count, own_values in zip(rows, counts, values, strict=True):
+        (length, *_), tokens, nodes, *tree = row
+        verdicts.append(verdict_of(length, tokens, nodes[:count], *tree, logprobs=own_values))
+    return verdicts
 
 
 def _accept_up_to_non_finite_rows(
@@ -306,25 +310,31 @@ def _cut_after(verdict: Verdict, node: int) -> Verdict:
 
 
 def verdict_of(
-    row: Sequence[Sequence[int]], count: int, logprobs: list[float] | None = None
+    accepted_len: int,
+    output_ids: Sequence[int],
+    token_ids: Sequence[int],
+    path: Sequence[int] = (),
+    parents: Sequence[int] = (),
+    logprobs: list[float] | None = None,
 ) -> Verdict:
-    """Build the verdict on a request's proposal.
+    """Build the verdict on a request's proposal; all but `token_ids` may be padded.
 
     Args:
-        row: accepted_len, output ids and token ids, and for a tree the path and the parents of its
-            nodes; each padded to the longest; only the first `count` nodes were read.
+        token_ids: the last committed token and the proposed ones that were read, -1 where there is
+            none.
+        path, parents: of a tree, see `fastspec_kernels.verify_tree`; empty for chains.
     """
-    (accepted_len, *_), output_ids, token_ids, *tree = row
-    emitted, nodes = accepted_len + 1, token_ids[:count]
-    path = parents = ()
-    if tree:
-        path, parents = tree[0][: max(accepted_len, 0)], tree[1][:count]
+    emitted, tree_ids = accepted_len + 1, ()
+    if parents:
+        path, parents = path[: max(accepted_len, 0)], parents[: len(token_ids)]
         depths = [0]  # of each node; -1 where there is none
         for parent in parents[1:]:
             depths.append(depths[parent] + 1 if parent >= 0 and depths[parent] >= 0 else -1)
         proposed, is_whole = max(depths), [0, *path][-1] not in parents
+        tree_ids = token_ids
     else:
-        proposed = next((i for i, token in enumerate(nodes[1:]) if token < 0), len(nodes) - 1)
+        drafts = token_ids[1:]
+        proposed = next((i for i, token in enumerate(drafts) if token < 0), len(drafts))
         is_whole = accepted_len == proposed
     source = ("bonus" if is_whole else "recovered") if proposed else "target"
     return Verdict(
@@ -333,7 +343,7 @@ def verdict_of(
         output_ids=list(output_ids[:emitted]),
         logprobs=logprobs and logprobs[:emitted],
         extra_source=source,
-        token_ids=tuple(nodes if tree else ()),
+        token_ids=tuple(tree_ids),
         parents=tuple(parents),
         path=tuple(path),
     )

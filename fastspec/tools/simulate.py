@@ -254,5 +254,5 @@ def _follow(
             break
         path.append(node)
     emitted = following[: len(path)]
-    verified = [len(path) - 1], emitted, token_ids, path[1:], parents
-    return verdict_of(verified, min(most, len(row)) + 1)
+    nodes = token_ids[: min(most, len(row)) + 1]
+    return verdict_of(len(path) - 1, emitted, nodes, path[1:], parents)

@@ -18,7 +18,7 @@ from fastspec.engine.verify import verdict_of
 )
 def test_the_token_after_a_chain(accepted_len, token_ids, count, proposed, source):
     """A bonus where all that was proposed was taken, of those nodes that the target read."""
-    verdict = verdict_of([[accepted_len], [5, 7, 9], token_ids], count)
+    verdict = verdict_of(accepted_len, [5, 7, 9], token_ids[:count])
     assert (verdict.num_draft_tokens, verdict.extra_source) == (proposed, source)
     assert verdict.output_ids == [5, 7, 9][: accepted_len + 1]
 
@@ -29,6 +29,6 @@ def test_the_token_after_a_chain(accepted_len, token_ids, count, proposed, sourc
 )
 def test_the_token_after_a_tree(path, proposed, source):
     """A bonus where the path ends at a node without children."""
-    outputs = [5, 7, 9, 9], [1, 5, 8, 7], [*path, -1, -1], [-1, 0, 0, 1]
-    verdict = verdict_of([[len(path)], *outputs], 4)
+    tree = [1, 5, 8, 7], [*path, -1, -1], [-1, 0, 0, 1]
+    verdict = verdict_of(len(path), [5, 7, 9, 9], *tree)
     assert (verdict.num_draft_tokens, verdict.extra_source) == (proposed, source)
