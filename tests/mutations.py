@@ -541,8 +541,8 @@ MUTATIONS = [
         "fastspec/engine/loop.py",
         "tests/engine/test_failing_drafters.py",
         (
-            "                ended.append((request, len(end) > 1))",
-            "                self._remove(request, len(end) > 1)",
+            "                ended.append((request, end.error is not None))",
+            "                self._remove(request, end.error is not None)",
         ),
     ),
 ]
