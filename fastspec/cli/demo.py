@@ -19,7 +19,7 @@ from fastspec.cli.options import FIXED_RUN, Flags, command, output_file
 from fastspec.cli.prompts import PromptOptions, tokenize_prompts
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.methods import drafting_method, method_named
-from fastspec.models.named import own_draft
+from fastspec.models.named import own_draft, usual_spec
 from fastspec.tools.settings import Models
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def demo(
     draft that comes with the target is used, and for any other target the method suffix.
     """
     if method_named(spec.method).chooses and models.draft is None:
-        spec = _usual(spec, models.target)
+        spec = _usual(spec, models.target, config)
     if not method_named(spec.method).chooses:
         drafting_method(spec.method)
     models.check(spec.method)
@@ -94,14 +94,13 @@ def demo(
         raise typer.Exit(1)
 
 
-def _usual(spec: SpecConfig, target: str) -> SpecConfig:
+def _usual(spec: SpecConfig, target: str, config: EngineConfig) -> SpecConfig:
     """The method for a target that is given without a draft."""
-    if own_draft(target, "eagle3") is not None:
-        usual = {"num_speculative_tokens": 4, "confidence_threshold": 0.3, "suffix_tokens": 8}
-        if spec.schedule != "constant" or spec.cape:
-            del usual["confidence_threshold"]
-        left_open = {n: value for n, value in usual.items() if getattr(spec, n) is None}
-        return replace(spec, method="eagle3", **left_open)
+    from fastspec.models.loading import resolve_device
+
+    spec = usual_spec(spec, target, on_cpu=resolve_device(config).type == "cpu")
+    if not method_named(spec.method).chooses:
+        return spec
     if own_draft(target, "draft_model") is not None:
         return replace(spec, method="draft_model")
     return spec if spec.suffix_tokens or spec.cape else replace(spec, method="suffix")

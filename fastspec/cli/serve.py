@@ -34,6 +34,8 @@ def serve(
         engine, name = served.load(), shown_name(models.target)
         if not has_keys and not is_loopback(serving.host):
             note(f"no API keys are set: anyone who can reach {serving.host} can use this server")
+        if engine.drafter is None and spec.method == "auto":
+            note("no draft model: plain decoding; --method suffix, for example, needs none")
         host = f"[{serving.host}]" if ":" in serving.host else serving.host
         note(f"serving {name} at http://{host}:{listener.getsockname()[1]}/ until Ctrl-C")
         new_server(engine, serving, name).run(sockets=[listener])

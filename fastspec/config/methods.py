@@ -90,7 +90,7 @@ _BITS = frozenset({"draft_bits"})
 BUILT_IN = (
     Method(
         "auto",
-        "a draft model if one is given, else plain decoding",
+        "a draft model if one is given or comes with the target, else plain decoding",
         _MODEL | _CHAIN | _TOKENIZER | _BITS,
         chooses=True,
     ),

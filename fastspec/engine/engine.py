@@ -34,6 +34,7 @@ from fastspec.models.cache_size import cache_blocks, model_len
 from fastspec.models.chat import chat_prompt_ids
 from fastspec.models.loading import eos_token_ids, load_model, load_tokenizer
 from fastspec.models.model_kinds import check_same_kind, paged_model_of, prefix_obstacle
+from fastspec.models.named import usual_spec
 from fastspec.models.runner import runner_of
 from fastspec.models.shared_vocabulary import vocabulary_of
 
@@ -51,8 +52,8 @@ class Engine:
     Args:
         target: a path, a hub id, a loaded PreTrainedModel, or "tiny" for the bundled pair.
         drafter: a path, a hub id, a loaded model or a Drafter; for a cascade a list of them,
-            biggest first. None if spec.method needs no model, otherwise no speculation ("tiny"
-            brings its own).
+            biggest first. None if spec.method needs no model, otherwise no speculation ("tiny" and
+            "smollm2" bring their own).
         tokenizer: the target's tokenizer; None = the one stored with a target given by path or hub
             id, none for a loaded model. Needed for text prompts and stop strings.
         spec: how drafts are made and verified: a SpecConfig, the name of its method, or a mapping
@@ -92,6 +93,8 @@ class Engine:
         if not self._applies_generation_config:
             warn_of_unapplied(model, tokenizer)
         check_options(model, spec, config)
+        if drafter is None:
+            spec = usual_spec(spec, target, on_cpu=model.device.type == "cpu")
         target_model = paged_model_of(model, config)
         ranks = target_model.ranks
         self.device = target_model.device

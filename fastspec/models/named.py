@@ -1,9 +1,12 @@
 """Models with short names: those in the package, and those that can be fetched."""
 
 import os
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
+
+from fastspec.config import SpecConfig
 
 ASSETS = Path(str(files("fastspec"))) / "assets"
 BUNDLED = {
@@ -18,6 +21,18 @@ FETCHED = ("smollm2",)
 _DRAFTS: dict[str, dict[str, str | None]] = {
     "tiny": {"": "tiny-draft", "glide": "tiny-glide", "eagle3": None},
     "smollm2": {"eagle3": "smollm2-eagle3", "glide": "smollm2-glide"},
+}
+
+# What method "auto" stands for with a target whose own draft needs a method of its own: the options
+# that were fastest on CPUs.
+_USUAL: dict[str, dict[str, Any]] = {
+    "smollm2": {
+        "method": "eagle3",
+        "num_speculative_tokens": 3,
+        "confidence_threshold": 0.3,
+        "suffix_tokens": 8,
+        "draft_bits": 8,
+    },
 }
 
 
@@ -51,3 +66,21 @@ def own_draft(target: Any, method: str) -> str | None:
     """Return the draft model bundled with a short-named target for a method; None for others."""
     drafts = _DRAFTS.get(target, {}) if isinstance(target, str) else {}
     return drafts.get(method, drafts.get(""))
+
+
+def usual_spec(spec: SpecConfig, target: Any, on_cpu: bool) -> SpecConfig:
+    """Return the spec with what method "auto" stands for if a short-named target is given alone.
+
+    Options that `spec` sets are kept, and those that cannot be combined with them left out.
+    """
+    usual = _USUAL.get(target) if isinstance(target, str) and spec.method == "auto" else None
+    if usual is None:
+        return spec
+    left_out = {name for name in usual if name != "method" and getattr(spec, name) is not None}
+    if not on_cpu:
+        left_out.add("draft_bits")
+    if spec.cape or spec.schedule != "constant":
+        left_out.add("confidence_threshold")
+    if spec.step_costs is not None:  # one for each number of draft tokens
+        left_out.add("num_speculative_tokens")
+    return replace(spec, **{name: value for name, value in usual.items() if name not in left_out})

@@ -1,11 +1,14 @@
 """An EAGLE-3 draft on the command line."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from transformers import AutoModelForCausalLM
 
-from fastspec.models.named import BUNDLED, own_draft
+from fastspec import Engine, SpecConfig
+from fastspec.models import named
+from fastspec.models.named import BUNDLED, own_draft, usual_spec
 
 from ..engine.eagle3_models import write_folder
 
@@ -95,6 +98,35 @@ def test_smollm2_has_one_of_its_own():
     assert own_draft("smollm2", "eagle3") == "smollm2-eagle3"
     assert own_draft("smollm2", "glide") == "smollm2-glide"
     assert own_draft("tiny", "eagle3") is None
+
+
+def test_auto_is_what_suits_the_draft_of_smollm2():
+    given = SpecConfig(num_speculative_tokens=6, rejection_sample_method="coupled")
+    spec = usual_spec(given, "smollm2", on_cpu=True)
+    assert spec == replace(
+        given, method="eagle3", confidence_threshold=0.3, suffix_tokens=8, draft_bits=8
+    )
+    for options in ({"schedule": "adaptive"}, {"cape": True}):
+        spec = usual_spec(SpecConfig(**options), "smollm2", on_cpu=False)
+        assert (spec.num_speculative_tokens, spec.suffix_tokens) == (3, 8)
+        assert spec.confidence_threshold is spec.draft_bits is None
+    costs = SpecConfig(schedule="adaptive", step_costs=(1, 2, 3, 4, 5, 6))
+    assert usual_spec(costs, "smollm2", on_cpu=True).num_model_tokens() == 5
+    for spec, target in (
+        (SpecConfig("none"), "smollm2"),
+        (SpecConfig(), "tiny"),
+        (SpecConfig(), 3),
+    ):
+        assert usual_spec(spec, target, on_cpu=True) is spec
+
+
+def test_an_engine_takes_the_usual_options_of_its_target(monkeypatch):
+    monkeypatch.setitem(
+        named._USUAL, "tiny", {"method": "draft_model", "num_speculative_tokens": 2}
+    )
+    assert Engine("tiny").drafters == {None: 2, "none": 0}
+    assert Engine("tiny", "tiny-draft").drafters[None] == 5
+    assert Engine("tiny", spec="suffix").drafters[None] == SpecConfig("suffix").num_draft_tokens()
 
 
 def test_tune(invoke, draft, tmp_path):

@@ -120,7 +120,7 @@ def test_a_fetched_model_has_a_name(file, cache, package, invoke):
     assert result.exit_code == 0, result.stderr
     assert str(cache / "smollm2") in result.stdout
     prompt = Engine(file).tokenizer("hello")["input_ids"]
-    engine = Engine("smollm2", config=EngineConfig(device="cpu"))
+    engine = Engine("smollm2", spec="none", config=EngineConfig(device="cpu"))
     assert engine.generate([prompt], GREEDY)[0].token_ids == expected(file, prompt)
     assert [path.name for path in cache.iterdir()] == ["smollm2"]
     command = ["generate", "--target", "smollm2", "--method", "prompt_lookup", "--max-tokens", "2"]
