@@ -50,13 +50,14 @@ def test_the_draft_that_a_target_comes_with_is_shown(invoke, draft, monkeypatch)
     def own(target, method):
         return draft if method == "eagle3" else None
 
-    monkeypatch.setattr("fastspec.cli.demo.own_draft", own)
+    monkeypatch.setitem(named._USUAL, "tiny", named._USUAL["smollm2"])
     monkeypatch.setattr("fastspec.drafters.registry.own_draft", own)
     short = ["demo", "--num-prompts", "1", "--max-tokens", "8"]
     shown = invoke(*short)
     assert shown.exit_code == 0, shown.stderr
     told = " ".join(shown.stdout.split())
-    assert "the EAGLE-3 draft proposes up to 4 tokens or copies up to 8 and the target" in told
+    assert "the EAGLE-3 draft proposes up to 3 tokens or copies up to 8 and the target" in told
+    monkeypatch.delitem(named._USUAL, "tiny")
     monkeypatch.setattr("fastspec.cli.demo.own_draft", lambda target, method: None)
     shown = invoke(*short)
     assert shown.exit_code == 0, shown.stderr

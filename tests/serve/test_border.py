@@ -429,6 +429,7 @@ def test_sigterm_lets_running_requests_end(tmp_path):
         command, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment
     )
     try:
+        assert "no draft model: plain decoding" in server.stderr.readline()
         address = server.stderr.readline().split(" at ")[1].split("/ until")[0]
         body = LONG | {"max_tokens": 400, "stream": True}
         with httpx2.stream("POST", address + COMPLETIONS, json=body, timeout=60) as response:
