@@ -197,7 +197,7 @@ class DraftModelDrafter:
                 logits = self.ruled(requests, logits, Rows(drafting, nodes, path))
             picked, logprobs = draw(logits, own, step, row_sampling, self.vocabulary, backend)
             if ranks is not None:  # all ranks must run the next pass on the same tokens
-                picked = ranks.of_first(picked)
+                picked = ranks.broadcast(picked)
             token_ids[chosen, step] = picked
             if path is not None:
                 path[places[0], places[1] + 1] = picked
@@ -208,7 +208,7 @@ class DraftModelDrafter:
             if self._threshold is not None and step + 1 < shape[1]:
                 chain_logprobs[chosen] += logprobs
                 is_sure = chain_logprobs[chosen] >= least_logprob
-                is_sure = (is_sure if ranks is None else ranks.of_first(is_sure.int())).tolist()
+                is_sure = (is_sure if ranks is None else ranks.broadcast(is_sure.int())).tolist()
                 for b, sure in zip(drafting, is_sure, strict=True):
                     if not sure:
                         counts[b] = step + 1

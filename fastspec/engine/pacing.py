@@ -115,7 +115,7 @@ class Pacer:
                     if round_index:
                         seconds[num_draft] = min(seconds[num_draft], taken)
             ranks = self.runner.paged_model.ranks
-            return len(requests), seconds if ranks is None else ranks.least(seconds)
+            return len(requests), seconds if ranks is None else ranks.all_reduce_min(seconds)
         finally:
             for request in requests:
                 drafter.release(request)

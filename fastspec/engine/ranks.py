@@ -134,7 +134,7 @@ class SharedSpeculation(Speculation):
         shared = own.clone()
         if self._ranks.rank:
             shared[:, 1:] = torch.iinfo(shared.dtype).max
-        shared = self._ranks.least_of(shared)
+        shared = self._ranks.all_reduce_min_(shared)
         rows = shared.tolist()
         has_failed, is_tree, count, *_ = rows[0]
         if has_failed:
@@ -165,7 +165,7 @@ class SharedSpeculation(Speculation):
 
     def _usable_drafts(self, proposal: Proposal) -> Tensor:
         """Those of rank 0, because its logits were used."""
-        return self._ranks.of_first(super()._usable_drafts(proposal))
+        return self._ranks.broadcast(super()._usable_drafts(proposal))
 
     def _planned(
         self, schedule: Schedule, requests: list[EngineRequest], num_draft_tokens: list[int]
@@ -178,7 +178,7 @@ class SharedSpeculation(Speculation):
         except Exception as error:  # of a schedule, which may be third-party code
             super()._fail(error, requests)
         values = [most] * len(requests) if self._ranks.rank or own is None else own
-        has_failed, *shared = self._ranks.least([-int(own is None), *values])
+        has_failed, *shared = self._ranks.all_reduce_min([-int(own is None), *values])
         if has_failed:
             if own is not None:
                 super()._fail(RuntimeError(_ELSEWHERE), requests)

@@ -111,7 +111,7 @@ def verify(
     given = batch, proposal, logits, counts, spans, ids, parents, bitmask
     verdicts = _accepted(runner, spec, *given)
     if ranks is not None and has_rules:
-        dead = ranks.all_of(dead)[0]
+        dead = ranks.all_gather_objects(dead)[0]
     if any(verdict.accepted_len < 0 and verdict.num_draft_tokens for verdict in verdicts):
         dead += _accept_up_to_non_finite_rows(runner, spec, verdicts, Pass(*given))
     for b, node in dead:  # the draft is accepted up to there; the request fails in the next step
@@ -186,14 +186,14 @@ def _accepted(
     columns += [] if path is None else [path, parents]
     table = torch.stack(columns, dim=1)
     if ranks is not None:
-        table = ranks.of_first(table)
+        table = ranks.broadcast(table)
         accepted_len, path = table[:, 0, 0].contiguous(), None if path is None else table[:, 3]
     if path is not None:
         runner.compact(spans, path, accepted_len)
     rows = table.tolist()
     wants_logprobs = any(request.params.logprobs is not None for request in batch.requests)
     if ranks is not None and wants_logprobs:
-        logprobs = ranks.of_first(logprobs)
+        logprobs = ranks.broadcast(logprobs)
     values = logprobs.tolist() if wants_logprobs else [None] * len(counts)
     verdicts = []
     for row, count, own_values in zip(rows, counts, values, strict=True):
@@ -216,7 +216,7 @@ def _accept_up_to_non_finite_rows(
     for b, verdict in zip(failed, _accepted(runner, spec, *part), strict=True):
         verdicts[b] = verdict
     if (ranks := runner.paged_model.ranks) is not None:
-        non_finite = ranks.all_of(non_finite)[0]
+        non_finite = ranks.all_gather_objects(non_finite)[0]
     return [(failed[place], node) for place, node in non_finite]
 
 

@@ -32,7 +32,7 @@ def cache_blocks(config: EngineConfig, models: list[PagedModel], max_model_len: 
         on_gpu, default = device.type == "cuda", _DEFAULT_CPU_BYTES + state_bytes
         memory = torch.cuda.mem_get_info(device)[0] // 2 if on_gpu else default
         if models[0].ranks is not None:
-            (memory,) = models[0].ranks.least([memory])
+            (memory,) = models[0].ranks.all_reduce_min([memory])
     bytes_per_token = sum(model.bytes_per_token() for model in models)
     if models[0].ranks is not None:  # a process also stores what a draft reads
         numbers = sum(getattr(model.model, "numbers_read", 0) for model in models)

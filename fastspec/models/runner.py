@@ -271,7 +271,7 @@ class SplitRunner(ModelRunner):
             )
         if new := [layer for layer in layers if layer not in self._whole]:
             parts = zip(*(self.caches[layer] for layer in new), strict=True)
-            joined = (torch.stack([model.ranks.joined(p, 2) for p in part]) for part in parts)
+            joined = (torch.stack([model.ranks.all_gather(p, 2) for p in part]) for part in parts)
             pages = CacheStack(new, *joined)
             self._cache_stacks.append(pages)
             self._whole |= pages.by_layer()
@@ -295,7 +295,7 @@ class SplitRunner(ModelRunner):
         wide, _ = lay_out(spans, [], self.block_size)
         slots = device_tensor(wide[len(wide) // 2 :], torch.int64, self.device)
         own = [part.flatten(0, 1)[slots] for layer in self._whole for part in self.caches[layer]]
-        joined = self.paged_model.ranks.joined(torch.stack(own), 2)  # [2 L, T, G, D]
+        joined = self.paged_model.ranks.all_gather(torch.stack(own), 2)  # [2 L, T, G, D]
         whole = [part for cache in self._whole.values() for part in cache]
         for pages, rows in zip(whole, joined, strict=True):
             pages.flatten(0, 1)[slots] = rows

@@ -36,12 +36,12 @@ class Ranks:
         self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
         self._failure: str | None = None
 
-    def least(self, values: list) -> list:
+    def all_reduce_min(self, values: list) -> list:
         """Return the elementwise minimum of all ranks' numbers."""
         dtype = torch.int64 if isinstance(values[0], int) else torch.float64
-        return self.least_of(torch.tensor(values, dtype=dtype, device=self._device)).tolist()
+        return self.all_reduce_min_(torch.tensor(values, dtype=dtype, device=self._device)).tolist()
 
-    def least_of(self, values: Tensor) -> Tensor:
+    def all_reduce_min_(self, values: Tensor) -> Tensor:
         """Compute the elementwise minimum of all ranks' tensors in place."""
         work = distributed.all_reduce(
             values, distributed.ReduceOp.MIN, group=self._group, async_op=True
@@ -50,19 +50,19 @@ class Ranks:
             work.wait(_PATIENCE)
         return values
 
-    def of_first(self, values: Tensor) -> Tensor:
+    def broadcast(self, values: Tensor) -> Tensor:
         """Return rank 0's values."""
         values = values.contiguous()
         distributed.broadcast(values, group=self._group, group_src=0)
         return values
 
-    def all_of(self, value: Any) -> list[Any]:
+    def all_gather_objects(self, value: Any) -> list[Any]:
         """Return each rank's value, in order of the ranks."""
         values: list[Any] = [None] * self.size
         distributed.all_gather_object(values, value, self._group)
         return values
 
-    def joined(self, values: Tensor, dim: int) -> Tensor:
+    def all_gather(self, values: Tensor, dim: int) -> Tensor:
         """Concatenate the equally shaped values of all ranks along a dimension."""
         own = values.contiguous().view(torch.uint8)  # no group supports all dtypes
         parts = [torch.empty_like(own) for _ in range(self.size)]
@@ -71,7 +71,7 @@ class Ranks:
 
     def new_seeds(self) -> Callable[[], int]:
         """Return a generator of random seeds that are the same on all ranks."""
-        (seed,) = self.least([secrets.randbits(63)])
+        (seed,) = self.all_reduce_min([secrets.randbits(63)])
         return partial(Random(seed).getrandbits, 63)
 
     def check(self, **state: Any) -> None:
@@ -87,10 +87,10 @@ class Ranks:
         texts = {name: ADDRESS.sub("", repr(value)) for name, value in state.items()}
         number = crc32(repr(texts).encode())
         try:
-            least, most = self.least([number, -number])
+            least, most = self.all_reduce_min([number, -number])
             if least == -most:
                 return
-            others = self.all_of(texts)
+            others = self.all_gather_objects(texts)
         except RuntimeError as error:
             raise self.failed(error) from error
         name = next(name for name in others[0] if len({o.get(name) for o in others}) > 1)

@@ -33,16 +33,16 @@ class ThreadRanks(Ranks):
         self._device, self._failure = torch.device("cpu"), None
         self._own, self._other = queues[rank], queues[1 - rank]
 
-    def least_of(self, values):
+    def all_reduce_min_(self, values):
         return torch.stack(self._alike(values)).amin(0)
 
-    def joined(self, values, dim):
-        return torch.cat(self.all_of(values.clone()), dim)
+    def all_gather(self, values, dim):
+        return torch.cat(self.all_gather_objects(values.clone()), dim)
 
-    def of_first(self, values):
+    def broadcast(self, values):
         return self._alike(values)[0]
 
-    def all_of(self, value):
+    def all_gather_objects(self, value):
         self._other.put(value)
         other = self._own.get(timeout=60)
         if other is None:
@@ -51,7 +51,7 @@ class ThreadRanks(Ranks):
         return [other, value] if self.rank else [value, other]
 
     def _alike(self, values):
-        values = self.all_of(values.clone())
+        values = self.all_gather_objects(values.clone())
         assert values[0].shape == values[1].shape  # a real group would not notice
         return values
 
@@ -411,7 +411,7 @@ def test_what_fails_between_common_drafts_ends_all_ranks(both):
         def failing(*args, **kwargs):
             if here.rank:
                 raise ArithmeticError("no more")
-            return HERE.ranks.least_of(forward(*args, **kwargs))  # as a split pass waits
+            return HERE.ranks.all_reduce_min_(forward(*args, **kwargs))  # as a split pass waits
 
         runner.forward = failing
         with pytest.raises(ArithmeticError if here.rank else RuntimeError) as raised:

@@ -54,7 +54,7 @@ def grow(
         if level:
             new_ids, above = tree.expanded()
             if runner.paged_model.ranks is not None:  # of a chain; all ranks must read the same
-                new_ids = runner.paged_model.ranks.of_first(new_ids)
+                new_ids = runner.paged_model.ranks.broadcast(new_ids)
             parents = torch.cat([parents, (above + first).int()], dim=1)
             first = token_ids.shape[1]
             token_ids = torch.cat([token_ids, new_ids], dim=1)
