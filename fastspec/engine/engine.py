@@ -19,10 +19,11 @@ from fastspec.drafters.draft_model import draft_model_of
 from fastspec.drafters.registry import plan_drafter
 from fastspec.engine.block_manager import BlockManager
 from fastspec.engine.generation_config import params_of, warn_of_unapplied
+from fastspec.engine.loop import Loop
 from fastspec.engine.outputs import RequestOutput, StreamEvent, with_others
 from fastspec.engine.prompt_reader import PromptReader
 from fastspec.engine.prompts import Message, Prompt, as_conversations, as_prompt_list, telling_which
-from fastspec.engine.ranks import check_options, loop_of, new_seeds
+from fastspec.engine.ranks import SameRounds, check_options, new_seeds
 from fastspec.engine.request import EngineRequest
 from fastspec.engine.request_factory import RequestFactory, as_params_list
 from fastspec.engine.scheduler import Scheduler
@@ -121,8 +122,8 @@ class Engine:
         self._speculation = self._speculations.add(None, spec, plan)
         plain = SpecConfig("none", rejection_sample_method=spec.rule_beside)
         self._speculations.add("none", plain, None)
-        self._loop = loop_of(
-            ranks,
+        make_loop = Loop if ranks is None else partial(SameRounds, ranks)
+        self._loop = make_loop(
             scheduler=self._scheduler,
             speculations=self._speculations,
             prefill=partial(prefill, self._runner),

@@ -4,7 +4,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 from zlib import crc32
 
@@ -24,7 +24,6 @@ from fastspec.engine.speculation import Speculation
 from fastspec.models.sharded import ADDRESS, Ranks, ranks_of
 from fastspec.models.transfer import device_tensor
 
-_HEAD = 7  # columns before the tokens of a packed proposal
 _ELSEWHERE = "drafter: failed on another rank; see the error there"
 
 
@@ -39,16 +38,6 @@ def check_options(model: PreTrainedModel, spec: SpecConfig, config: EngineConfig
 def new_seeds(ranks: Ranks | None) -> Callable[[], int]:
     """Return a generator of seeds for requests without one."""
     return partial(secrets.randbits, 63) if ranks is None else ranks.new_seeds()
-
-
-def loop_of(ranks: Ranks | None, **fields: Any) -> Loop:
-    """Make the loop of an engine."""
-    return Loop(**fields) if ranks is None else SameRounds(ranks, **fields)
-
-
-def speculation_of(ranks: Ranks | None, *given: Any) -> Speculation:
-    """Make one drafter's part of an engine."""
-    return Speculation(*given) if ranks is None else SharedSpeculation(ranks, *given)
 
 
 class SameRounds(Loop):
@@ -96,6 +85,24 @@ class SameRounds(Loop):
         return number
 
 
+class _PackedHeads(NamedTuple):
+    """The columns before the tokens of a packed proposal, with a number per request.
+
+    The first three are the same for all requests: repeated, they fit into the same tensor.
+    """
+
+    has_failed: list[int]  # -1 if any rank has failed, so that the minimum over the ranks tells
+    is_tree: list[int]
+    num_columns: list[int]  # of the proposal
+    num_draft_tokens: list[int]
+    max_nodes: list[int]
+    num_tokens: list[int]  # of the proposal; -1 for None
+    num_asked: list[int]  # of the proposal, or else num_draft_tokens; -1 for None
+
+
+_NUM_HEADS = len(_PackedHeads._fields)
+
+
 class SharedSpeculation(Speculation):
     """Proposals on the ranks of a shared target, all of which verify that of rank 0.
 
@@ -136,8 +143,8 @@ class SharedSpeculation(Speculation):
             shared[:, 1:] = torch.iinfo(shared.dtype).max
         shared = self._ranks.all_reduce_min_(shared)
         rows = shared.tolist()
-        has_failed, is_tree, count, *_ = rows[0]
-        if has_failed:
+        heads = _PackedHeads(*map(list, zip(*(row[:_NUM_HEADS] for row in rows), strict=True)))
+        if heads.has_failed[0]:
             if not self._has_failed:
                 super()._fail(RuntimeError(_ELSEWHERE), batch.requests)
             return self.without_drafts(batch)
@@ -147,17 +154,17 @@ class SharedSpeculation(Speculation):
             self._is_replaced = True
             for request in batch.requests:
                 self.release(request)
-        heads = zip(*(row[:_HEAD] for row in rows), strict=True)
-        _, _, _, limits, nodes, counts, asked = map(list, heads)
-        token_ids, parents = shared[:, _HEAD:].split(width, dim=1)
+        token_ids, parents = shared[:, _NUM_HEADS:].split(width, dim=1)
+        count, is_tree = heads.num_columns[0], heads.is_tree[0]
         proposal = Proposal(
             token_ids[:, :count].contiguous(),
             parents[:, :count].contiguous() if is_tree else None,
-            num_tokens=None if counts[0] < 0 else counts,
+            num_tokens=None if heads.num_tokens[0] < 0 else heads.num_tokens,
             sibling_rule="target_only" if is_tree else None,
-            num_asked=[None if num < 0 else num for num in asked],
+            num_asked=[None if num < 0 else num for num in heads.num_asked],
         )
-        return replace(batch, num_draft_tokens=limits, max_nodes=nodes), proposal
+        batch = replace(batch, num_draft_tokens=heads.num_draft_tokens, max_nodes=heads.max_nodes)
+        return batch, proposal
 
     def commit(self, batch: Batch, accepted: list[int]) -> None:
         if not self._is_replaced:
@@ -191,25 +198,23 @@ class SharedSpeculation(Speculation):
             raise error
 
     def _packed(self, batch: Batch, proposal: Proposal, width: int) -> Tensor:
-        """Pack everything that the target's pass depends on: [B, _HEAD + 2 * width] int32.
+        """Pack everything that the target's pass depends on: [B, _NUM_HEADS + 2 * width] int32.
 
-        Columns: -1 if this rank has failed, 1 for trees, the columns of the proposal, the wanted
-        tokens, the wanted nodes, the number proposed or -1, and for schedules the number requested
-        of a draft model or -1; then tokens; then parents.
+        Columns: the fields of `_PackedHeads`, then tokens, then parents.
         """
         num, ids = len(batch.requests), proposal.token_ids
         parents = ids if proposal.parents is None else proposal.parents
         asked = proposal.num_asked or batch.num_draft_tokens
-        heads = [
-            [-int(self._has_failed)] * num,
-            [int(proposal.parents is not None)] * num,
-            [ids.shape[1]] * num,
-            batch.num_draft_tokens,
-            batch.max_nodes,
-            [-1] * num if proposal.num_tokens is None else proposal.num_tokens,
-            [-1 if wanted is None else wanted for wanted in asked],
-        ]
-        columns = device_tensor(heads, torch.int32, ids.device).t()
+        heads = _PackedHeads(
+            has_failed=[-int(self._has_failed)] * num,
+            is_tree=[int(proposal.parents is not None)] * num,
+            num_columns=[ids.shape[1]] * num,
+            num_draft_tokens=batch.num_draft_tokens,
+            max_nodes=batch.max_nodes,
+            num_tokens=[-1] * num if proposal.num_tokens is None else proposal.num_tokens,
+            num_asked=[-1 if wanted is None else wanted for wanted in asked],
+        )
+        columns = device_tensor([*heads], torch.int32, ids.device).t()
         missing = 0, width - ids.shape[1]
         parts = [pad(part, missing, value=-1) for part in (ids, parents)]
         return torch.cat([columns, *parts], dim=1)

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from fastspec.config import SpecConfig
 from fastspec.config.checks import require
@@ -15,7 +16,7 @@ from fastspec.drafters.registry import plan_drafter, plan_given
 from fastspec.engine.block_manager import BlockManager
 from fastspec.engine.outputs import RequestOutput
 from fastspec.engine.pacing import Pacer
-from fastspec.engine.ranks import speculation_of
+from fastspec.engine.ranks import SharedSpeculation
 from fastspec.engine.request import EngineRequest
 from fastspec.engine.request_factory import RequestFactory
 from fastspec.engine.speculation import Speculation
@@ -60,9 +61,11 @@ class Speculations(dict[str | None, Speculation]):
         target, config = self._runner.paged_model, self._drafting.config
         spec = _as_planned(spec, plan)
         pacer = Pacer(spec, self._runner, self._block_manager, self._factory, config)
-        sizes = self._runner.device, target.vocab_size
-        given = *sizes, spec, config, target.chains_only, pacer
-        speculation = speculation_of(target.ranks, *given)
+        ranks = target.ranks
+        make_speculation = Speculation if ranks is None else partial(SharedSpeculation, ranks)
+        speculation = make_speculation(
+            self._runner.device, target.vocab_size, spec, config, target.chains_only, pacer
+        )
         count, option = speculation.usual_num_speculative_tokens, "num_speculative_tokens"
         if count > spec.num_model_tokens(config.max_n_spec_tokens):
             option = "tree_suffix" if spec.tree_suffix else "suffix_tokens"
