@@ -177,16 +177,17 @@ def _(hidden, layers, key_caches, value_caches, *arguments):
 
 
 @torch.library.register_fake("fastspec::draft_chain")
-def _(token_ids, *arguments):
-    _require_one_device(token_ids, *arguments)
-    num_columns, key_caches = arguments[7], arguments[8]
-    uniform_samples, keeps_logits = arguments[24], arguments[-1]
-    batch, num_steps = uniform_samples.shape
-    kept = num_steps if keeps_logits else 0
+def _(*arguments):
+    _require_one_device(*arguments)
+    names = [argument.name for argument in OVERLOADS["draft_chain"]._schema.arguments]
+    given = dict(zip(names, arguments, strict=True))
+    token_ids = given["token_ids"]
+    batch, num_steps = given["uniform_samples"].shape
+    kept = num_steps if given["keeps_logits"] else 0
     return (
         token_ids.new_empty((batch, num_steps), dtype=torch.int32),
         token_ids.new_empty((batch,), dtype=torch.int32),
-        key_caches[0].new_empty((batch, kept, num_columns)),
+        given["key_caches"][0].new_empty((batch, kept, given["num_columns"])),
     )
 
 
