@@ -221,7 +221,10 @@ class ModelRunner:
         return dict.fromkeys(self.paged_model.chunked_layers, self._step(pieces, []))
 
     def _step(self, spans: list[Span], rows: list[int], parents: Tensor | None = None) -> PagedStep:
-        """Lay out a pass over the spans, with two copies to the device."""
+        """Lay out a pass over the spans, with two copies to the device.
+
+        `parents` are those of `forward`, for runners whose `step.target_view` depends on them.
+        """
         wide, narrow = lay_out(spans, rows, self.block_size)
         step = PagedStep.of(
             self.caches,
