@@ -48,16 +48,9 @@ class Speculation:
     ):
         self._device = device
         self._vocab_size = vocab_size
-        for_trees = {
-            "rejection_sample_method": ("standard", "coupled"),
-            "relaxed_acceptance": (1,),
-            "synthetic_acceptance_rate": (None,),
-        }
-        given = ((name, getattr(spec, name)) for name in for_trees)
-        chain_rules = (f"{name}: {v!r}" for name, v in given if v not in for_trees[name])
         self.is_coupled = spec.rejection_sample_method == "coupled"
         self._pacer = pacer
-        self._chain_rule = chains_only or next(chain_rules, None)
+        self._chain_rule = chains_only or _chain_rule(spec)
         self._config = config
         self.spec = spec
         self.usual_num_speculative_tokens = spec.num_draft_tokens(config.max_n_spec_tokens)
@@ -138,7 +131,6 @@ class Speculation:
         most = self.num_speculative_tokens
         own_limits = [self.limit(request) for request in requests] + [0] * len(others)
         requests = requests + others
-        pairs = list(zip(requests, own_limits, strict=True))
         none = [0] * len(requests)
         plain = Batch(
             requests,
@@ -151,28 +143,18 @@ class Speculation:
             is_coupled=self.is_coupled,
         )
         try:
-            num_draft_tokens = max_nodes = [min(r.room, limit) for r, limit in pairs]
+            limits = zip(requests, own_limits, strict=True)
+            wanted = [min(request.room, limit) for request, limit in limits]
             most_drafting = self.spec.disable_by_batch_size
             if most_drafting is not None and len(requests) > most_drafting:
-                free = (self.is_coupled or r.params.temperature == 0 for r in requests)
-                pairs = zip(num_draft_tokens, free, strict=True)
-                num_draft_tokens = max_nodes = [0 if is_free else num for num, is_free in pairs]
-            of_model = None
+                wanted = self._only_drawn(requests, wanted)
+            batch = replace(plain, num_draft_tokens=wanted, max_nodes=wanted)
             if self.schedule is not None:
-                planned = self._planned(self.schedule, requests, num_draft_tokens)
-                if isinstance(self.drafter, SuffixFirst):
-                    of_model = planned
-                else:
-                    num_draft_tokens = max_nodes = planned
+                planned = self._planned(self.schedule, requests, wanted)
+                batch = self._as_planned(batch, planned)
             elif self.max_nodes:
-                num_draft_tokens, max_nodes = self._within_blocks(requests, num_draft_tokens)
-            if any(num_draft_tokens):
-                batch = replace(
-                    plain,
-                    num_draft_tokens=num_draft_tokens,
-                    max_nodes=max_nodes,
-                    num_model_tokens=of_model,
-                )
+                batch = self._within_blocks(batch)
+            if any(batch.num_draft_tokens):
                 proposal = self.drafter.propose(batch)
                 check_proposal(proposal, batch, self._vocab_size)
                 if proposal.parents is not None and self._chain_rule is not None:
@@ -253,15 +235,33 @@ class Speculation:
     def _usable_drafts(self, proposal: Proposal) -> Tensor:
         return usable_drafts(proposal)
 
-    def _within_blocks(
-        self, requests: list[EngineRequest], num_draft_tokens: list[int]
-    ) -> tuple[list[int], list[int]]:
-        """Return draft tokens, up to the given numbers, and nodes of trees that fit the blocks."""
+    def _only_drawn(self, requests: list[EngineRequest], wanted: list[int]) -> list[int]:
+        """Return the draft tokens of requests whose text depends on the drafts; 0 for the others.
+
+        Only the others may stop drafting because of the size of the batch: the same seed must give
+        the same text in any batch.
+        """
+        free = [self.is_coupled or r.params.temperature == 0 for r in requests]
+        return [0 if is_free else num for num, is_free in zip(wanted, free, strict=True)]
+
+    def _as_planned(self, batch: Batch, planned: list[int]) -> Batch:
+        """Return a batch with the draft tokens of a schedule.
+
+        If copies come first, the schedule controls only the draft model, as they cost nothing.
+        """
+        if isinstance(self.drafter, SuffixFirst):
+            return replace(batch, num_model_tokens=planned)
+        return replace(batch, num_draft_tokens=planned, max_nodes=planned)
+
+    def _within_blocks(self, batch: Batch) -> Batch:
+        """Return a batch of trees that fit into the blocks of their requests."""
         size = self._config.block_size
-        free = [len(r.block_table) * size - len(r.token_ids) for r in requests]
+        free = [len(r.block_table) * size - len(r.token_ids) for r in batch.requests]
         room = [min(self.max_nodes, slots) for slots in free]
-        pairs = [(min(pair), pair[1]) for pair in zip(num_draft_tokens, room, strict=True)]
-        return [num for num, _ in pairs], [nodes if num else 0 for num, nodes in pairs]
+        num_draft_tokens = [min(pair) for pair in zip(batch.num_draft_tokens, room, strict=True)]
+        pairs = zip(num_draft_tokens, room, strict=True)
+        max_nodes = [nodes if num else 0 for num, nodes in pairs]
+        return replace(batch, num_draft_tokens=num_draft_tokens, max_nodes=max_nodes)
 
     def _planned(
         self, schedule: Schedule, requests: list[EngineRequest], num_draft_tokens: list[int]
@@ -301,3 +301,18 @@ class Speculation:
                 self._fail(error, requests)
 
         return guarded
+
+
+def _chain_rule(spec: SpecConfig) -> str | None:
+    """Return the option by which only chains can be verified, as the start of an error message.
+
+    `SpecConfig` refuses it with its own methods for trees; this is for a tree drafter made by the
+    user, which is passed to the engine.
+    """
+    if spec.rejection_sample_method == "block":
+        return "rejection_sample_method: 'block'"
+    if (factor := spec.relaxed_acceptance) != 1:
+        return f"relaxed_acceptance: {factor!r}"
+    if (rate := spec.synthetic_acceptance_rate) is not None:
+        return f"synthetic_acceptance_rate: {rate!r}"
+    return None
