@@ -254,7 +254,7 @@ class World:
             else:
                 bad = rng.choice(BAD_PROMPTS) if kind == "prompt" else prompt
                 return self._refused(bad, fields | (rng.choice(ABSURD) if bad is prompt else {}))
-        drafter = self.engine._speculations[fields["drafter"]].last_drafter
+        drafter = self.engine._drafter_table[fields["drafter"]].last_drafter
         if getattr(drafter, "copies_texts", False) and rng.random() < 0.4:
             random = [rng.randrange(90) for _ in range(rng.randrange(40))]
             fields["prediction"] = rng.choice([random, prompt[::-1], *self.said[-20:]])

@@ -18,6 +18,7 @@ from fastspec.drafters.context import DrafterContext, DrafterSource
 from fastspec.drafters.draft_model import draft_model_of
 from fastspec.drafters.registry import plan_drafter
 from fastspec.engine.block_manager import BlockManager
+from fastspec.engine.drafter_table import DrafterTable
 from fastspec.engine.generation_config import params_of, warn_of_unapplied
 from fastspec.engine.loop import Loop
 from fastspec.engine.outputs import RequestOutput, StreamEvent, with_others
@@ -27,7 +28,6 @@ from fastspec.engine.ranks import SameRounds, check_options, new_seeds
 from fastspec.engine.request import EngineRequest
 from fastspec.engine.request_factory import RequestFactory, as_params_list
 from fastspec.engine.scheduler import Scheduler
-from fastspec.engine.speculations import Speculations
 from fastspec.engine.stats import SpecStats
 from fastspec.engine.turn import Turn
 from fastspec.engine.verify import prefill, verify
@@ -118,14 +118,14 @@ class Engine:
         self._runner = runner_of(target_model, *sizes, config.cuda_graphs)
         block_manager = BlockManager(num_blocks, config.block_size, config.prefix_caching)
         self._scheduler = Scheduler(block_manager, config.max_batch_size)
-        self._speculations = Speculations(drafting, self._runner, block_manager, self._factory)
-        self._speculation = self._speculations.add(None, spec, plan)
+        self._drafter_table = DrafterTable(drafting, self._runner, block_manager, self._factory)
+        self._speculation = self._drafter_table.add(None, spec, plan)
         plain = SpecConfig("none", rejection_sample_method=spec.rule_beside)
-        self._speculations.add("none", plain, None)
+        self._drafter_table.add("none", plain, None)
         make_loop = Loop if ranks is None else partial(SameRounds, ranks)
         self._loop = make_loop(
             scheduler=self._scheduler,
-            speculations=self._speculations,
+            speculations=self._drafter_table,
             prefill=partial(prefill, self._runner),
             verify=partial(verify, self._runner),
             stats=self.stats,
@@ -272,7 +272,8 @@ class Engine:
         """Whether step() has work to do, or events to return."""
         if self._scheduler.has_unfinished or self._loop.events or self._loop.queues_are_torn:
             return True
-        return any(each.error for each in [*self._speculations.values()])
+        known = [*self._drafter_table.values()]  # a copy, as another thread may add one
+        return any(each.error for each in known)
 
     @property
     def decoder_start_id(self) -> int | None:
@@ -292,7 +293,8 @@ class Engine:
     @property
     def drafters(self) -> dict[str | None, int]:
         """K of each drafter by its name for `SamplingParams.drafter`; None is the engine's own."""
-        return {name: each.num_speculative_tokens for name, each in [*self._speculations.items()]}
+        known = [*self._drafter_table.items()]  # a copy, as another thread may add one
+        return {name: each.num_speculative_tokens for name, each in known}
 
     @property
     def is_speculative(self) -> bool:
@@ -321,20 +323,20 @@ class Engine:
         """
         with self._turn:
             running = self._scheduler.running
-            self._speculations.enable(drafter, n_spec_tokens, use_glide_drafter, running)
-            self._speculations.raise_unreported_error()
+            self._drafter_table.enable(drafter, n_spec_tokens, use_glide_drafter, running)
+            self._drafter_table.raise_unreported_error()
 
     def disable_spec_dec(self) -> None:
         """Decode plainly from the next step on; the drafter is remembered."""
         with self._turn:
             self._speculation.disable(self._scheduler.running)
-            self._speculations.raise_unreported_error()
+            self._drafter_table.raise_unreported_error()
 
     def clear_spec_dec(self) -> None:
         """Decode plainly from the next step on and discard the drafter."""
         with self._turn:
             self._speculation.clear(self._scheduler.running)
-            self._speculations.raise_unreported_error()
+            self._drafter_table.raise_unreported_error()
 
     def add_drafter(
         self,
@@ -357,13 +359,13 @@ class Engine:
         """
         with self._turn:
             is_name = isinstance(name, str) and name != ""
-            free = is_name and name not in self._speculations
+            free = is_name and name not in self._drafter_table
             require("name", name, free, "a name that no drafter of the engine has")
             spec = SpecConfig.of(spec)
-            plan = self._speculations.plan(spec, drafter)
+            plan = self._drafter_table.plan(spec, drafter)
             if plan is None:
                 raise ValueError('spec: it names no drafter; "none" already decodes plainly')
-            self._speculations.add(name, spec, plan)
+            self._drafter_table.add(name, spec, plan)
 
     def remove_drafter(self, name: str) -> None:
         """Remove a drafter that `add_drafter` added.
@@ -372,13 +374,13 @@ class Engine:
             ValueError: there is no drafter of that name, or unfinished requests use it.
         """
         with self._turn:
-            names = [each for each in self._speculations if each not in (None, "none")]
+            names = [each for each in self._drafter_table if each not in (None, "none")]
             require("name", name, name in names, f"one of {names}")
             requests = (*self._scheduler.running, *self._scheduler.waiting)
             users = {request.public_id for request in requests if request.params.drafter == name}
             if users:
                 raise ValueError(f"name: {name!r} drafts for unfinished requests: {sorted(users)}")
-            if (error := self._speculations.pop(name).error) is not None:
+            if (error := self._drafter_table.pop(name).error) is not None:
                 raise error
 
     def add_corpus(self, texts: Prompt | Sequence[Prompt]) -> None:
@@ -393,7 +395,7 @@ class Engine:
         """
         read, given = self._factory.reader.plain_ids, as_prompt_list(texts, "texts", "texts")
         with self._turn:
-            self._speculations.add_corpus([read("texts", text) for text in given])
+            self._drafter_table.add_corpus([read("texts", text) for text in given])
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes; needed after the target's or a draft's weights have changed.
@@ -452,8 +454,8 @@ class Engine:
             Exception: whatever a drafter raised in the previous step, which was decoded plainly.
         """
         with self._turn:
-            if any(each.error for each in self._speculations.values()):
-                self._speculations.raise_unreported_error()
+            if any(each.error for each in self._drafter_table.values()):
+                self._drafter_table.raise_unreported_error()
             self._loop.round()
             events, self._loop.events = self._loop.events, []
         return events
@@ -461,7 +463,7 @@ class Engine:
     def take_drafter_errors(self) -> list[Exception]:
         """Return errors of drafters that the next step would raise; they only cost drafts."""
         with self._turn:
-            errors = [each.take_error() for each in self._speculations.values()]
+            errors = [each.take_error() for each in self._drafter_table.values()]
         return [error for error in errors if error is not None]
 
     def _open(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[str]:
@@ -511,7 +513,9 @@ class Engine:
                 with self._turn:
                     self._loop.drop_abandoned()
         with self._turn:
-            self._speculations.raise_unreported_error([with_others(outputs) for outputs in samples])
+            self._drafter_table.raise_unreported_error(
+                [with_others(outputs) for outputs in samples]
+            )
 
     def _build(
         self,
@@ -528,9 +532,9 @@ class Engine:
         if any(event.request_id == name for event in self._loop.events):
             raise ValueError(f"request_id: {name!r} has events that step() has not returned yet")
         drafter = request.params.drafter
-        names = [each for each in self._speculations if each is not None]
-        require("drafter", drafter, drafter in self._speculations, f"one of {names}")
-        self._speculations[drafter].check_request(request.params)
+        names = [each for each in self._drafter_table if each is not None]
+        require("drafter", drafter, drafter in self._drafter_table, f"one of {names}")
+        self._drafter_table[drafter].check_request(request.params)
         self._scheduler.check_fits(request)
         return samples
 

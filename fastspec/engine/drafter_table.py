@@ -26,7 +26,7 @@ from fastspec.models.runner import ModelRunner
 logger = logging.getLogger(__name__)
 
 
-class Speculations(dict[str | None, Speculation]):
+class DrafterTable(dict[str | None, Speculation]):
     """All drafters of an engine, by `SamplingParams.drafter`; None is the engine's own.
 
     Args:
