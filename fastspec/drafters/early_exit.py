@@ -23,15 +23,16 @@ class EarlyExitDrafter(OnTargetDrafter):
 
     @classmethod
     def copy_of(
-        cls, target: PreTrainedModel, running: PagedModel, context: DrafterContext
+        cls, target_model: PreTrainedModel, paged_target: PagedModel, context: DrafterContext
     ) -> PagedModel:
         count = context.spec.exit_layer
         assert count is not None
-        most: int = target.config.get_text_config(decoder=True).num_hidden_layers - 1
-        require("exit_layer", count, count <= most, f"an int from 1 to {most} for {running.name}")
-        if running.ranks is not None:
-            running.ranks.check(call="early_exit", exit_layer=count)
-        return paged_model_of(first_layers(target, count), context.config)
+        most: int = target_model.config.get_text_config(decoder=True).num_hidden_layers - 1
+        expected = f"an int from 1 to {most} for {paged_target.name}"
+        require("exit_layer", count, count <= most, expected)
+        if paged_target.ranks is not None:
+            paged_target.ranks.check(call="early_exit", exit_layer=count)
+        return paged_model_of(first_layers(target_model, count), context.config)
 
 
 build = EarlyExitDrafter.plan

@@ -22,9 +22,9 @@ class OnTargetDrafter(DraftModelDrafter):
 
     @classmethod
     def copy_of(
-        cls, target: PreTrainedModel, running: PagedModel, context: DrafterContext
+        cls, target_model: PreTrainedModel, paged_target: PagedModel, context: DrafterContext
     ) -> PagedModel:
-        """Return the copy that drafts; `running` is the target as the engine runs it.
+        """Return the copy that drafts; `paged_target` is the target as the engine runs it.
 
         Raises:
             ValueError: there is no such copy of this target.
@@ -36,16 +36,17 @@ class OnTargetDrafter(DraftModelDrafter):
         cls, target: ModelRunner | None, block_manager: Blocks, context: DrafterContext
     ) -> "OnTargetDrafter":
         """Return the drafter for a target that is a plain decoder, on the pages of its runner."""
-        model, name = context.target_model, cls.name
-        if target is None or model is None:
+        target_model, name = context.target_model, cls.name
+        if target is None or target_model is None:
             raise ValueError(f"method: {name!r} runs the target's layers; there is no target")
-        running = target.paged_model
-        if model.config.is_encoder_decoder or running.recurrent is not None:
-            kind = "an encoder-decoder" if model.config.is_encoder_decoder else "recurrent"
+        paged_target = target.paged_model
+        if target_model.config.is_encoder_decoder or paged_target.recurrent is not None:
+            kind = "an encoder-decoder" if target_model.config.is_encoder_decoder else "recurrent"
             raise ValueError(
-                f"method: {name!r} needs a plain decoder, but {running.name} is {kind}"
+                f"method: {name!r} needs a plain decoder, but {paged_target.name} is {kind}"
             )
-        own = CopyRunner(cls.copy_of(model, running, context), target, block_manager, context)
+        copy = cls.copy_of(target_model, paged_target, context)
+        own = CopyRunner(copy, target, block_manager, context)
         options = context.spec.draws_drafts, context.spec.confidence_threshold
         return cls(own, block_manager, context.vocab_size, *options)
 

@@ -24,12 +24,13 @@ class QuantizedDrafter(OnTargetDrafter):
 
     @classmethod
     def copy_of(
-        cls, target: PreTrainedModel, running: PagedModel, context: DrafterContext
+        cls, target_model: PreTrainedModel, paged_target: PagedModel, context: DrafterContext
     ) -> PagedModel:
-        if running.ranks is not None:
-            raise ValueError(f"method: 'quantized' needs a whole target, {running.name} is split")
+        if paged_target.ranks is not None:
+            name = paged_target.name
+            raise ValueError(f"method: 'quantized' needs a whole target, {name} is split")
         bits = context.spec.value_of("draft_bits")
-        return paged_model_of(copy_of_modules(target), context.config, bits)
+        return paged_model_of(copy_of_modules(target_model), context.config, bits)
 
 
 build = QuantizedDrafter.plan

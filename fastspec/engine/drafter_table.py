@@ -58,13 +58,18 @@ class DrafterTable(dict[str | None, Speculation]):
         Raises:
             ValueError: K is too large, or the drafter does not fit the target or the options.
         """
-        target, config = self._runner.paged_model, self._drafting.config
+        paged_target, config = self._runner.paged_model, self._drafting.config
         spec = _as_planned(spec, plan)
         pacer = Pacer(spec, self._runner, self._block_manager, self._factory, config)
-        ranks = target.ranks
+        ranks = paged_target.ranks
         make_speculation = Speculation if ranks is None else partial(SharedSpeculation, ranks)
         speculation = make_speculation(
-            self._runner.device, target.vocab_size, spec, config, target.chains_only, pacer
+            self._runner.device,
+            paged_target.vocab_size,
+            spec,
+            config,
+            paged_target.chains_only,
+            pacer,
         )
         count, option = speculation.usual_num_speculative_tokens, "num_speculative_tokens"
         if count > spec.num_model_tokens(config.max_n_spec_tokens):

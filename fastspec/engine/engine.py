@@ -96,26 +96,26 @@ class Engine:
         check_options(model, spec, config)
         if drafter is None:
             spec = usual_spec(spec, target, on_cpu=model.device.type == "cpu")
-        target_model = paged_model_of(model, config)
-        ranks = target_model.ranks
-        self.device = target_model.device
-        self.max_model_len = model_len(config, target_model)
-        vocab_size = target_model.vocab_size
+        paged_target = paged_model_of(model, config)
+        ranks = paged_target.ranks
+        self.device = paged_target.device
+        self.max_model_len = model_len(config, paged_target)
+        vocab_size = paged_target.vocab_size
         self._factory = RequestFactory(
             PromptReader(tokenizer, vocab_size, self.max_model_len, config.prompt_template),
             eos_token_ids(model),
-            target_model.decoder_start_id,
-            target_model.rotary.rereads_above if target_model.rotary else None,
-            not config.prefix_caching and prefix_obstacle(target_model, config) is None,
+            paged_target.decoder_start_id,
+            paged_target.rotary.rereads_above if paged_target.rotary else None,
+            not config.prefix_caching and prefix_obstacle(paged_target, config) is None,
             new_seeds(ranks),
         )
         drafting = DrafterContext(spec, config, tokenizer, vocab_size, target, target_model=model)
         plan = plan_drafter(replace(drafting, drafter=drafter))
-        models = [target_model, *(plan.models if plan else ())]
-        check_same_kind(target_model, models)
+        models = [paged_target, *(plan.models if plan else ())]
+        check_same_kind(paged_target, models)
         num_blocks = cache_blocks(config, models, self.max_model_len)
         sizes = num_blocks, config.block_size, config.prefill_chunk_size
-        self._runner = runner_of(target_model, *sizes, config.cuda_graphs)
+        self._runner = runner_of(paged_target, *sizes, config.cuda_graphs)
         block_manager = BlockManager(num_blocks, config.block_size, config.prefix_caching)
         self._scheduler = Scheduler(block_manager, config.max_batch_size)
         self._drafter_table = DrafterTable(drafting, self._runner, block_manager, self._factory)
@@ -431,14 +431,14 @@ class Engine:
         raise TypeError("an Engine cannot be copied or pickled; make another one of the same model")
 
     def __repr__(self) -> str:
-        target = self._runner.paged_model
-        dtype = str(target.dtype).removeprefix("torch.")
+        paged_target = self._runner.paged_model
+        dtype = str(paged_target.dtype).removeprefix("torch.")
         drafter, tokens = self._speculation.drafter, None
         if (draft := draft_model_of(drafter)) is not None:
             tokens = vocabulary_of(draft.runner.paged_model.model)
         part = f" drafting {tokens} tokens," if tokens else ""
         return (
-            f"Engine({type(target.model).__name__}, drafter={drafter.name!r},{part}"
+            f"Engine({type(paged_target.model).__name__}, drafter={drafter.name!r},{part}"
             f" dtype={dtype}, device={self.device},"
             f" num_blocks={self._scheduler.block_manager.num_blocks})"
         )
