@@ -80,7 +80,7 @@ inline bool is_quantized_weight(const Tensor& weight, int64_t num_outputs, int64
           bytes == cpu::block_bytes(cpu::Element::kInt8));
 }
 
-// Of a quantized weight.
+// Returns the element type of a quantized weight, kInt4 or kInt8.
 inline cpu::Element bits_of(const Tensor& weight) {
   return weight.size(2) == cpu::block_bytes(cpu::Element::kInt4) ? cpu::Element::kInt4
                                                                  : cpu::Element::kInt8;

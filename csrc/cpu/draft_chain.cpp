@@ -245,7 +245,7 @@ class DraftChain {
   } factors_;  // of all positions
   const int64_t size_, rotary_size_;
   const Element element_;
-  // Of the current pass, in the order of the sequences that draft.
+  // The inputs and results of the current pass, in the order of the sequences that draft.
   std::vector<int64_t> tokens_, slots_;
   std::vector<int32_t> drafting_, cu_rows_, context_lens_, table_, picked_, top_k_;
   std::vector<float> hidden_, embeddings_, cos_, sin_, picked_logprobs_;

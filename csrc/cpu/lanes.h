@@ -63,14 +63,14 @@ void widen_row(const T* from, int64_t size, float* to) {
 
 FASTSPEC_INLINE void convert(float x, float* to) { *to = x; }
 
-// To nearest even.
+// Rounds to nearest even.
 FASTSPEC_INLINE void convert(float x, BF16* to) {
   const uint32_t bits = bit_cast<uint32_t>(x);
   const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   to->bits = static_cast<uint16_t>(x == x ? rounded : (bits >> 16) | 0x40u);
 }
 
-// To nearest even; adding 0.5 rounds values that become subnormal to multiples of 2^-24.
+// Rounds to nearest even; adding 0.5 rounds values that become subnormal to multiples of 2^-24.
 FASTSPEC_INLINE void convert(float x, F16* to) {
   const uint32_t sign = (bit_cast<uint32_t>(x) >> 16) & 0x8000u;
   const uint32_t bits = bit_cast<uint32_t>(x) & 0x7fffffffu;

@@ -31,7 +31,7 @@ struct LinearKernels {
   // One row of `depth` contiguous values, in float32 or the type of the weights. Rows become
   // bfloat16 if the instruction set multiplies that, otherwise float32.
   void (*pack_row)(const void* input, Element input_element, const PackedRows& rows, int64_t row);
-  // Of PackedRows.
+  // Returns PackedRows::together.
   int64_t (*rows_together)(Element element);
   // Outputs first..last of every row; `first` is a multiple of kOutputTile.
   void (*multiply)(const PackedRows& rows, const Product& product, int64_t first, int64_t last);
@@ -52,7 +52,8 @@ constexpr int64_t block_bytes(Element element) {
   return kScaleBytes + kOutputTile * kBlockDepth / (element == Element::kInt4 ? 2 : 1);
 }
 
-// Of sizes up to INT64_MAX, which a malformed call may name.
+// Returns size / part, rounded up, without overflow: a malformed call may name any size up to
+// INT64_MAX.
 inline int64_t divided_up(int64_t size, int64_t part) { return size / part + (size % part != 0); }
 
 inline int64_t depth_blocks(int64_t depth) { return divided_up(depth, kBlockDepth); }

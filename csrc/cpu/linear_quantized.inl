@@ -10,7 +10,7 @@ struct RowBlock {
 
 FASTSPEC_INLINE NativeI32 native(int32_t value) { return value - NativeI32{}; }
 
-// To nearest even.
+// Rounds to nearest even.
 FASTSPEC_INLINE NativeI32 rounded(NativeF32 x) {
 #if defined(__AVX512F__)
   return bit_cast<NativeI32>(_mm512_cvtps_epi32(x));

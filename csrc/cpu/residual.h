@@ -33,7 +33,7 @@ class Residual {
   int64_t chunks() const { return target_.chunks(); }
   // The sum of one chunk's weights.
   double sum(int64_t chunk) const;
-  // Of all chunks, in parallel if worthwhile.
+  // The sums of all chunks, computed in parallel if worthwhile.
   std::vector<double> sums() const;
   // The token of the inverse CDF, -1 if nothing remains.
   int64_t draw(const double* chunk_sums, double uniform) const;

@@ -84,7 +84,7 @@ struct SamplingTable {
   ListKernels lists;
 };
 
-// Of the instruction set in use (kernels.h).
+// Returns the kernels of the instruction set in use (kernels.h).
 const SamplingTable& sampling_kernels();
 
 }  // namespace fastspec::cpu

@@ -168,7 +168,7 @@ FASTSPEC_INLINE float reduce_min(const F32x16& a) {
   return best;
 }
 
-// In f64 and in lane order.
+// Adds the lanes in order, in f64.
 FASTSPEC_INLINE double reduce_sum(const F32x16& a) {
   float lane[16];
   store(lane, a);

@@ -37,7 +37,7 @@ _LAST_WORDS = 1.0  # seconds that a client has to take the end of a stream that 
 _RETRY_AFTER = {"Retry-After": "1"}
 _OPEN_PATHS = ("/", "/health")  # for whoever has no API key
 _HEADERS = ((b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer"))
-_PREDICT_TOKENS = 40  # as the published server has it
+_PREDICT_TOKENS = 40  # as in the published demo
 
 Receive = Callable[[], Any]
 Send = Callable[[Mapping[str, Any]], Any]

@@ -15,7 +15,7 @@ from fastspec.engine.prompts import Message
 
 _COMPLETION_TOKENS = 16  # what OpenAI's interface has where max_tokens is not given
 _MOST_ITEMS = 1024  # of a list or mapping that every token may be compared with
-_MOST_LOGPROBS = 20  # as OpenAI has it
+_MOST_LOGPROBS = 20  # as in OpenAI's API
 _MOST_FORM_BYTES = 2**16  # of a grammar, which is read recursively
 _MOST_STOPS = 16
 _LIMITED = {"stop": _MOST_STOPS, "bad_words": _MOST_STOPS, "prediction": 2**17}
