@@ -1,13 +1,10 @@
 """Checks of inputs: a value is used, or refused by the name of its field."""
 
 import math
-from collections.abc import Mapping
-from inspect import signature
 from numbers import Integral, Real
 from pathlib import PurePath
-from typing import Any, TypeVar
+from typing import Any
 
-Config = TypeVar("Config")
 _MOST_SHOWN = 120  # characters of a value that is refused
 
 
@@ -46,23 +43,6 @@ def refuse(name: str, value: Any, why: str) -> None:
 def _short(value: Any) -> str:
     text = repr(str(value) if isinstance(value, PurePath) else value)
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
-
-
-def config_of(name: str, value: Any, kind: type[Config]) -> Config:
-    """The value as a config of that kind; a mapping of its fields is converted.
-
-    Raises:
-        ValueError: another type, an unknown field, or a value that is wrong.
-    """
-    if isinstance(value, kind):
-        return value
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{name}: expected {kind.__name__} or a mapping, got {value!r}")
-    known = signature(kind).parameters
-    for field in value:
-        if field not in known:
-            raise ValueError(f"{name}: unknown field {field!r}; known are {', '.join(known)}")
-    return kind(**value)
 
 
 def one_line(error: BaseException) -> str:

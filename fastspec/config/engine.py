@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fastspec.config.checks import config_of, refuse
+from fastspec.config.checks import refuse
 from fastspec.config.colossal import fields_of_colossal
 from fastspec.config.options import (
     BOOL,
@@ -12,6 +12,7 @@ from fastspec.config.options import (
     Kind,
     Options,
     choice,
+    config_of,
     documented,
     integer,
     option,
@@ -67,7 +68,7 @@ class EngineConfig(Options):
         32,
         integer(1),
         "Maximum number of requests decoded together.",
-        aliases=("Colossal-Inference",),
+        aliases=("Colossal-Inference", "max_num_seqs (vLLM)"),
     )
     max_model_len: int | None = option(
         None,
@@ -92,6 +93,7 @@ class EngineConfig(Options):
         " what is read, and how long that takes, never depends on earlier requests. Refused for"
         " encoder-decoders, for recurrent layers, whose state at the end of a shared prefix is not"
         " kept, and for LongRoPE if texts may outgrow the original limit.",
+        aliases=("enable_prefix_caching (vLLM)",),
     )
     kv_cache_dtype: str = option(
         "auto",

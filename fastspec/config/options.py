@@ -5,16 +5,20 @@ other names. Checks, help texts, command-line flags and docs/options.md are deri
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from functools import cache
+from difflib import get_close_matches
+from functools import cache, partial, wraps
+from inspect import signature
 from pathlib import Path
 from textwrap import wrap
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from fastspec.config.checks import is_int, is_number, require
 
 Config = TypeVar("Config")
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 LARGEST_INT32 = 2**31 - 1
 
 
@@ -178,10 +182,67 @@ class Options:
 
 
 def documented(config: type[Config]) -> type[Config]:
-    """Add the options to the docstring of a config."""
+    """Add the options to the docstring of a config, and hints to errors of unknown ones."""
     lines = [str(config.__doc__).rstrip(), "", "Args:"]
     for declared in options_of(config).values():
         text = f"{declared.name}: {declared.help} {declared.details}"
         lines += wrap(text, 100, initial_indent="    ", subsequent_indent="        ")
     config.__doc__ = "\n".join([*lines, "Raises:", "    ValueError: a value out of range."])
+    init: Any = with_hints(partial(_hint, config))(config.__init__)
+    config.__init__ = init
     return config
+
+
+def meant_field(config: type, name: Any) -> str | None:
+    """Return the field of a config that was perhaps meant by a name that none has."""
+    for declared in options_of(config).values():
+        if any(alias.split(" (")[0] == name for alias in declared.aliases):
+            return declared.name
+    known = [*signature(config).parameters]
+    longer = [field for field in known if field.startswith(f"{name}")]
+    return next(iter(longer or get_close_matches(f"{name}", known, 1)), None)
+
+
+def _hint(config: type, name: Any) -> str:
+    if meant := meant_field(config, name):
+        return f"did you mean {meant}?"
+    return f"known are {', '.join(signature(config).parameters)}"
+
+
+def with_hints(
+    hint: Callable[[str], str],
+) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
+    """Decorate an `__init__` so that its errors of unknown keyword arguments end with a hint."""
+
+    def decorated(init: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+        known = signature(init).parameters
+
+        @wraps(init)
+        def checked(*args: _Arguments.args, **given: _Arguments.kwargs) -> _Result:
+            for name in given:
+                if name not in known:
+                    kind = type(args[0]).__name__
+                    raise TypeError(f"{kind}: unknown argument {name!r}; {hint(name)}")
+            return init(*args, **given)
+
+        return checked
+
+    return decorated
+
+
+def config_of(name: str, value: Any, kind: type[Config]) -> Config:
+    """The value as a config of that kind; a mapping of its fields is converted.
+
+    Raises:
+        ValueError: another type, an unknown field, or a value that is wrong.
+    """
+    if isinstance(value, kind):
+        return value
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name}: expected {kind.__name__} or a mapping, got {value!r}")
+    known = signature(kind).parameters
+    for field_name in value:
+        if field_name not in known:
+            hint = _hint(kind, field_name)
+            raise ValueError(f"{name}: unknown field {field_name!r}; {hint}")
+    return kind(**value)

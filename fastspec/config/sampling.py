@@ -220,6 +220,7 @@ class SamplingParams(Options):
         " grammar an EBNF grammar in the syntax of Lark (start: ...) or GBNF (root ::= ...). Needs"
         " llguidance, which the extra [grammar] installs."
         " Tokens that do not fit are never drafted, drawn or accepted.",
+        aliases=("guided_decoding (earlier vLLM)",),
     )
     seed: int | None = option(
         None,
@@ -233,6 +234,7 @@ class SamplingParams(Options):
         integer(1, None),
         "Maximum number of new tokens per prompt.",
         "None means as many as the model has room for; no text gets longer than that.",
+        aliases=("max_new_tokens (Hugging Face)",),
         takes_none=True,
     )
     min_tokens: int = option(

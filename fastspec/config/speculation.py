@@ -5,7 +5,7 @@ from dataclasses import InitVar, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fastspec.config.checks import config_of, is_int, refuse, require
+from fastspec.config.checks import is_int, refuse, require
 from fastspec.config.k_matrix import (
     MAX_DRAFT_TOKENS,
     KMatrix,
@@ -31,6 +31,7 @@ from fastspec.config.options import (
     Options,
     anything,
     choice,
+    config_of,
     documented,
     integer,
     option,

@@ -118,5 +118,5 @@ def test_errors(engine, messages, options, message):
 def test_no_tokenizer_or_no_template(model):
     with pytest.raises(ValueError, match="chat: messages need a tokenizer"):
         Engine(model).chat(HI, GREEDY)
-    with pytest.raises(ValueError, match="no chat template; give a chat_template"):
+    with pytest.raises(ValueError, match="no chat template; give one in chat_template_kwargs"):
         Engine(model, tokenizer=byte_tokenizer()).chat(HI, GREEDY)

@@ -324,6 +324,27 @@ def test_specs_and_configs_that_are_none(model, options, message):
         Engine(model, **options)
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "hint"),
+    [
+        (SamplingParams, "max_new_tokens", "did you mean max_tokens?"),
+        (SamplingParams, "temp", "did you mean temperature?"),
+        (SamplingParams, "best_of", "known are temperature, "),
+        (EngineConfig, "max_num_seqs", "did you mean max_batch_size?"),
+        (SpecConfig, "num_spec_tokens", "did you mean num_speculative_tokens?"),
+        (Engine, "model", "it is target here"),
+        (Engine, "max_model_len", "pass config={'max_model_len': ...}"),
+        (Engine, "max_num_seqs", "pass config={'max_batch_size': ...}"),
+        (Engine, "num_speculative_tokens", "pass spec={'num_speculative_tokens': ...}"),
+        (Engine, "lora_request", "see the options of config and spec"),
+    ],
+)
+def test_unknown_arguments_say_what_was_perhaps_meant(kind, name, hint):
+    told = re.escape(f"{kind.__name__}: unknown argument {name!r}; {hint}")
+    with pytest.raises(TypeError, match=f"^{told}"):
+        kind(**{name: 5})
+
+
 def test_speculation_turned_on_anew_drafts_as_much_as_before(model):
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     engine = Engine(model, model, spec=SpecConfig(num_speculative_tokens=7))
