@@ -86,8 +86,8 @@ class Request:
         rules: logit rules other than `params`; None = none.
         prediction: what the output may resemble, for drafters that copy, see `reads`.
         num_prompt_tokens: leading token_ids that were given.
-        rotary_len: num_prompt_tokens, or the length of the text when it was last reread because it
-            had outgrown rereads_above.
+        first_read_len: num_prompt_tokens, or the length of the text when it was last reread because
+            it had outgrown rereads_above.
         block_table: its blocks, the same in the target's and the drafter's cache.
         state_key: names its states in recurrent layers; replaced when it loses its blocks.
         num_cached: leading tokens whose target keys and values are in the cache.
@@ -104,13 +104,13 @@ class Request:
     rules: LogitRules | None = None
     prediction: list[int] = field(default_factory=list)
     num_prompt_tokens: int = field(init=False)
-    rotary_len: int = field(init=False)
+    first_read_len: int = field(init=False)
     block_table: list[int] = field(default_factory=list)
     state_key: StateKey = field(default_factory=StateKey)
     num_cached: int = 0
 
     def __post_init__(self):
-        self.num_prompt_tokens = self.rotary_len = len(self.token_ids)
+        self.num_prompt_tokens = self.first_read_len = len(self.token_ids)
 
     @cached_property
     def reads(self) -> tuple[list[int], int]:
@@ -141,7 +141,7 @@ class Request:
     def must_be_reread(self) -> bool:
         """Whether the text has grown beyond `rereads_above` since it was last read."""
         limit = self.rereads_above
-        return limit is not None and self.rotary_len <= limit < len(self.token_ids)
+        return limit is not None and self.first_read_len <= limit < len(self.token_ids)
 
     def span(self, start: int, count: int) -> Span:
         """Return the span of `count` of its tokens, for a forward pass."""
@@ -151,7 +151,7 @@ class Request:
             count,
             encoder_input=self.encoder_input,
             target_len=self.num_cached,
-            prompt_len=self.rotary_len,
+            first_read_len=self.first_read_len,
             state_key=self.state_key,
             settled_len=len(self.token_ids),
         )

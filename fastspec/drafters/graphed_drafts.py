@@ -191,7 +191,7 @@ class StaticChain:
                 context_lens=context_lens,
                 cu_rows=ends,
                 slot_mapping=slots,
-                prompt_lens=step.prompt_lens[:num_rows],
+                first_read_lens=step.first_read_lens[:num_rows],
                 backend=model.backend,
             )
             self._runner.set_draft_view(following, per_token, per_sequence[:num_rows], False)

@@ -212,7 +212,7 @@ class ReencodingDrafter(DraftModelDrafter):
         self.shorten(request.request_id, start + common_prefix_len(known, ids))
         own_ids[start:] = ids
         if is_new:
-            text.own.rotary_len = len(own_ids)
+            text.own.first_read_len = len(own_ids)
         text.drafted = []
         return text
 

@@ -121,7 +121,7 @@ class Scheduler:
 
     def _preempt(self, request: EngineRequest) -> EngineRequest:
         if request.must_be_reread:
-            request.rotary_len = len(request.token_ids)
+            request.first_read_len = len(request.token_ids)
         self.running.remove(request)
         self.block_manager.publish(request)
         self.block_manager.release(request)

@@ -75,7 +75,7 @@ class Span(NamedTuple):
         encoder_input: input of the encoder of an encoder-decoder.
         target_len: leading tokens that the target has cached as well, which a GLIDE draft attends
             to.
-        prompt_len: length of the text that was read first, see `RotaryLengths` and
+        first_read_len: length of the text that was read first, see `RotaryLengths` and
             `RecurrentLayers`.
         state_key: identifies the states that recurrent layers keep for the sequence.
         settled_len: leading tokens of the sequence that stay in its text, whatever is rejected.
@@ -86,7 +86,7 @@ class Span(NamedTuple):
     count: int
     encoder_input: EncoderInput | None = None
     target_len: int = 0
-    prompt_len: int = 0
+    first_read_len: int = 0
     state_key: StateKey | None = None
     settled_len: int = 0
 
@@ -111,7 +111,7 @@ class PagedStep:
         context_lens: [B] int32, including the tokens of this pass.
         cu_rows: [B + 1] int32, prefix sums of the tokens of this pass.
         slot_mapping: [T] int64, cache slot of each token.
-        prompt_lens: [B] int32, see `RotaryLengths`.
+        first_read_lens: [B] int32, see `RotaryLengths`.
         backend: backend of the kernels.
         spans: the spans that are read, on the host; empty when a graph is replayed.
         ancestor_mask: mask of token trees, see `build_tree`; None = the tokens form chains.
@@ -129,7 +129,7 @@ class PagedStep:
     context_lens: Tensor
     cu_rows: Tensor
     slot_mapping: Tensor
-    prompt_lens: Tensor
+    first_read_lens: Tensor
     backend: str
     spans: list[Span] = field(default_factory=list)
     ancestor_mask: Tensor | None = None
@@ -228,7 +228,7 @@ def lay_out(
         slots += [table[t // block_size] * block_size + t % block_size for t in tokens]
     counts = [span.count for span in spans]
     context_lens = [span.start + span.count for span in spans]
-    prompt_lens = [span.prompt_len for span in spans]
+    first_read_lens = [span.first_read_len for span in spans]
     width = -(-max(context_lens) // block_size)
     if padded is not None:
         width, missing = padded.width, padded.num_tokens - len(positions)
@@ -243,8 +243,8 @@ def lay_out(
         rows = rows + [0] * (padded.num_rows - len(rows))
         counts += added
         context_lens += added
-        prompt_lens += [0] * len(added)
-    narrow = [*context_lens, *accumulate(counts, initial=0), *prompt_lens]
+        first_read_lens += [0] * len(added)
+    narrow = [*context_lens, *accumulate(counts, initial=0), *first_read_lens]
     for span in spans:
         table = span.block_table[:width]
         narrow += table + [-1] * (width - len(table))

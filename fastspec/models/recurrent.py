@@ -78,7 +78,7 @@ class RecurrentLayers:
     Mamba-2's `time_step_limit` applies in transformers to passes over several tokens, not to those
     over one; a prompt of one token counts as several, as it has no state before it. So `generate`
     limits the time steps of all tokens of a prompt and of no later ones, and so does this, whatever
-    is drafted and however a prompt is split. `Span.prompt_len` tells where it ends.
+    is drafted and however a prompt is split. `Span.first_read_len` tells where it ends.
 
     Args:
         twin: the model to run; the forward passes of its recurrent layers are replaced.
@@ -175,8 +175,8 @@ class RecurrentLayers:
                 if layer is None:
                     layer = reading.states[index] = _copied(self._unused[index])
                 start, end = span.start, span.start + settled
-                if kind.of_prompt is not None and start < span.prompt_len:
-                    start = min(span.prompt_len, end)
+                if kind.of_prompt is not None and start < span.first_read_len:
+                    start = min(span.first_read_len, end)
                     run(layer, span.start, start, True)
                 run(layer, start, end, False)
                 if reading.beyond is not None:  # follows the prompt, which is settled

@@ -81,7 +81,7 @@ class RotaryLengths:
         """Record the text length that each token [T] of the next pass is rotated for."""
         tokens = torch.arange(len(positions), dtype=torch.int32, device=positions.device)
         sequences = torch.searchsorted(step.cu_rows[1:], tokens, right=True)
-        self._reach = torch.maximum(positions + 1, step.prompt_lens[sequences])
+        self._reach = torch.maximum(positions + 1, step.first_read_lens[sequences])
 
     def _adapt(self, module: Any) -> list[int]:
         """Replace a pass-dependent rotation; return the lengths above which factors are long."""

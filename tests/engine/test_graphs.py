@@ -98,7 +98,7 @@ def test_passes_that_are_not_captured(num_tokens):
 
 
 def test_padded_layout():
-    spans, rows = [Span([3, 8], 5, 2), Span([1], 0, 1, prompt_len=4)], [1, 2]
+    spans, rows = [Span([3, 8], 5, 2), Span([1], 0, 1, first_read_len=4)], [1, 2]
     assert PassShape.of(spans, rows, BLOCK_SIZE) == (2, 3, 2, 2)
     wide, narrow = lay_out(spans, rows, BLOCK_SIZE)
     assert wide == [5, 6, 0, 33, 34, 4, 1, 2]

@@ -278,7 +278,7 @@ def test_a_draft_begins_once():
     text = drafter._text_of(request_of([0, 5, 6, 7]))
     assert text.own.token_ids.count(0) == 1
     assert own.spelled(text.own.token_ids[1:]) == target.spelled([5, 6, 7])
-    assert text.own.rotary_len == 4
+    assert text.own.first_read_len == 4
 
 
 def test_what_cannot_be_encoded_anew_is_refused(folders):
