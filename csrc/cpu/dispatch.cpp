@@ -103,6 +103,7 @@ const KernelTable& kernels() { return *current().kernels; }
 
 bool multiplies_bfloat16() { return current().multiplies_bfloat16; }
 
+// No instruction set of ours has only one of both.
 bool multiplies_bytes() { return current().multiplies_bfloat16; }
 
 bool multiplies_tiles() { return current().multiplies_tiles; }

@@ -66,8 +66,8 @@ class FlatLayer:
     Attributes:
         weights: the modules' own parameters, not copies.
         options: options of `decoder_layers`.
-        given: the arguments of the modules in the trial pass.
-        made: their output in the trial pass.
+        inputs: the arguments of the modules in the trial pass.
+        output: their output in the trial pass.
         rotates: whether queries and keys are rotated.
         most_rows: passes of more tokens use the modules.
     """
@@ -76,16 +76,16 @@ class FlatLayer:
     index: int
     weights: LayerWeights
     options: dict[str, Any]
-    given: tuple[tuple, dict[str, Any]] = ((), {})
-    made: Any = None
+    inputs: tuple[tuple, dict[str, Any]] = ((), {})
+    output: Any = None
     rotates: bool = True
     most_rows: float = math.inf
 
     def record(self, *args, **kwargs) -> Any:
         """Run the modules' forward in the trial pass, and record it."""
-        self.given = args, kwargs
-        self.made = type(self.module).forward(self.module, *args, **kwargs)
-        return self.made
+        self.inputs = args, kwargs
+        self.output = type(self.module).forward(self.module, *args, **kwargs)
+        return self.output
 
     def forward(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
         """Replace the modules' forward, in models that are not flat as a whole."""
@@ -263,14 +263,14 @@ class FlatModel:
         logits: the model's logits for its first token.
         """
         first, last = self._layers[0], self._layers[-1]
-        pairs = [(self._embed(input_ids)[None], first.given[0][0])]
-        pairs += [(layer.made, after.given[0][0]) for layer, after in pairwise(self._layers)]
-        pairs += [(self._head(self._norm(last.made)[0, :1]), logits)]
-        factors = self._rotary(first.given[0][0], positions[None])
+        pairs = [(self._embed(input_ids)[None], first.inputs[0][0])]
+        pairs += [(layer.output, after.inputs[0][0]) for layer, after in pairwise(self._layers)]
+        pairs += [(self._head(self._norm(last.output)[0, :1]), logits)]
+        factors = self._rotary(first.inputs[0][0], positions[None])
         kept = self._table.factors(positions)
         pairs += [(own.to(other.dtype), other[0]) for own, other in zip(kept, factors, strict=True)]
         for layer in self._layers:
-            pairs += zip(factors, layer.given[1]["position_embeddings"], strict=True)
+            pairs += zip(factors, layer.inputs[1]["position_embeddings"], strict=True)
         return all(torch.equal(left, right) for left, right in pairs)
 
 
@@ -317,7 +317,7 @@ def flatten(
         and _can_run(flat.is_whole, input_ids, step.positions, logits)
     )
     for layer in proven:
-        layer.given, layer.made = ((), {}), None
+        layer.inputs, layer.output = ((), {}), None
         if not is_whole:
             layer.module.__dict__["forward"] = layer.forward
     return flat if is_whole else None
@@ -403,11 +403,11 @@ def _prove(layer: FlatLayer, call: AttentionCall, step: PagedStep) -> bool:
     16-bit modules round so much that a slightly different formula could pass, so for these the op
     must also agree on float32 copies.
     """
-    args, kwargs = layer.given
+    args, kwargs = layer.inputs
     factors: Any = kwargs.get("position_embeddings")
     dtype = layer.weights.attention_norm.dtype
     is_usual = isinstance(factors, tuple) and len(factors) == 2 and len(args) == 1
-    if not is_usual or not isinstance(layer.made, Tensor) or call.sinks is not None:
+    if not is_usual or not isinstance(layer.output, Tensor) or call.sinks is not None:
         return False
     cos, sin = (factor[0].float() for factor in factors)
     wide = WIDER[dtype]
@@ -421,7 +421,7 @@ def _prove(layer: FlatLayer, call: AttentionCall, step: PagedStep) -> bool:
     for norm_shift, activation, rotates in _VARIANTS:
         options = layer.options | attention | {"norm_shift": norm_shift, "activation": activation}
         trial = replace(layer, options=options, rotates=rotates)
-        if not is_as_exact(_try(trial, hidden, cos, sin, call, step), layer.made[0], truth):
+        if not is_as_exact(_try(trial, hidden, cos, sin, call, step), layer.output[0], truth):
             continue
         if wide == torch.float32:
             weights, _ = cast(Any, _weights_of(copy, wide))

@@ -16,7 +16,7 @@ KVCache = tuple[Tensor, Tensor]  # key, value: [num_blocks, block_size, G, D]
 
 
 class AttentionCall(NamedTuple):
-    """One call of our attention, as seen by the probing pass; a window of 0 means none."""
+    """One call of our attention, as seen by the trial pass; a window of 0 means none."""
 
     layer: int
     key_heads: HeadShape
@@ -104,7 +104,7 @@ class PagedStep:
     """The metadata that attention needs of one packed forward pass of B sequences, T tokens.
 
     Attributes:
-        caches: by layer index; empty in the probing pass, which gives each layer one block.
+        caches: by layer index; empty in the trial pass, which gives each layer one block.
         positions: [T] int64, positions of the tokens in their texts.
         rows: [R] int64, the tokens whose logits are kept, if not all are.
         block_table: [B, M] int32.
@@ -119,7 +119,7 @@ class PagedStep:
         given: these inputs, [T, E] by layer, for `store_inputs`.
         chunks: the pass as seen by each layer that attends in chunks, by layer index.
         target_view: what a draft reads of its target: `PagedStates` or `PagedGlimpse`.
-        calls: calls of our attention, recorded only in the probing pass.
+        calls: calls of our attention, recorded only in the trial pass.
     """
 
     caches: dict[int, KVCache]
@@ -169,7 +169,7 @@ class PagedStep:
         store_kv(first, second, *pages, self.slot_mapping, backend=self.backend)
 
     def probed_cache(self, layer: int, key: Tensor, value: Tensor, *options) -> KVCache:
-        """Record a call in the probing pass; return a block for keys and values [T, G, D]."""
+        """Record a call in the trial pass; return a block for keys and values [T, G, D]."""
         if self.calls is None:
             raise ValueError(f"layer {layer}: attends, but did not when the model was probed")
         heads = (key.shape[1], key.shape[2]), (value.shape[1], value.shape[2])

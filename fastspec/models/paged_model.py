@@ -191,7 +191,7 @@ class PagedModel:
         text_config = model.config.get_text_config(decoder=True)
         if model.get_output_embeddings() is None:
             raise ValueError(f"{self.name}: has no language model head")
-        self.vocab_size: int = text_config.vocab_size  # until the probing pass has logits
+        self.vocab_size: int = text_config.vocab_size  # until the trial pass has logits
         self.max_positions = getattr(text_config, "max_position_embeddings", None)
         self._adopt(model)
         self.flat: FlatPass | None = None  # runs passes of up to `most_flat_rows` tokens
