@@ -92,7 +92,7 @@ def _as_processors(value: Any) -> tuple[Any, ...]:
 
 
 _TEMPERATURE = number(
-    "0 or from 1.2e-38 to 3.4e38",
+    "0, or a number from 1.2e-38 to 3.4e38",
     lambda value: value == 0 or _SMALLEST_FLOAT32 <= value <= _LARGEST_FLOAT32,
 )
 _TOP_K = Kind(

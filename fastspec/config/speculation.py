@@ -41,7 +41,7 @@ from fastspec.config.schedules import SCHEDULE, STEP_COSTS, check_step_costs
 from fastspec.config.token_trees import MAX_TREE_NODES, as_cape_bins, as_tree_paths, check_trees
 
 _FEWEST_SUFFIX_TOKENS = 2
-_EXPECTED_TOKENS = f"an int from 1 to {MAX_DRAFT_TOKENS} (for plain decoding: method none)"
+_EXPECTED_TOKENS = f"an int from 1 to {MAX_DRAFT_TOKENS} (for plain decoding use method none)"
 _COPY_MATRIX = ((4, 0), (0, 1))  # of a cascade whose first level is a copy of the target
 
 
@@ -296,7 +296,8 @@ class SpecConfig(Options):
     schedule: Any = option(
         "constant",
         SCHEDULE,
-        "Draft tokens per step: constant (always K) or adaptive (as many as pay off, even none).",
+        "Draft tokens per step: constant (always K), adaptive (as many as pay off, even none) or"
+        " heuristic (transformers' rule).",
         "heuristic is transformers' rule with an upper limit: it starts at K, then drafts one less"
         " after a step in which a draft token was rejected, else two more; at least 1, and never"
         " more than num_speculative_tokens, for which memory is reserved (transformers has no"

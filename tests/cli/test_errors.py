@@ -23,7 +23,7 @@ def one_line(result) -> str:
     ("arguments", "named"),
     [
         (["--no-such-option"], "--no-such-option"),
-        (["-k", "0"], "-k: expected an int from 1 to 1024 (for plain decoding: method none)"),
+        (["-k", "0"], "-k: expected an int from 1 to 1024 (for plain decoding use method none)"),
         (["--logit-bias", '{"1": 2, "1": 3}'], "is ambiguous: '1' is given twice"),
         (["-k", "many"], "num-speculative-tokens"),
         (["--temperature", "-1"], "--temperature: "),
