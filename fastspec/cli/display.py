@@ -9,6 +9,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from fastspec.config.checks import counted
+
 STYLES = {"draft": "green", "recovered": "bold red", "bonus": "bold cyan", "target": "default"}
 MEANINGS = {
     "draft": "proposed and accepted",
@@ -93,12 +95,6 @@ def table_of(*columns: str, label: str | None = None, **label_column: Any) -> Ta
     for name in columns:
         table.add_column(name, justify="right")
     return table
-
-
-def counted(count: int, noun: str) -> str:
-    """A number of things."""
-    plural = "" if count == 1 else "es" if noun.endswith("ss") else "s"
-    return f"{count} {noun}{plural}"
 
 
 def number(value: float | None, digits: int = 2) -> str:

@@ -45,6 +45,12 @@ def _short(value: Any) -> str:
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
 
 
+def counted(count: int, noun: str) -> str:
+    """A number of things."""
+    plural = "" if count == 1 else "es" if noun.endswith("ss") else "s"
+    return f"{count} {noun}{plural}"
+
+
 def one_line(error: BaseException) -> str:
     """Return the message of an error in one line, or its type if it has none."""
     return " ".join(str(error).split()) or type(error).__name__

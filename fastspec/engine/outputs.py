@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from fastspec.config.checks import counted
 from fastspec.engine.stats import SpecStats
 
 _MOST_SHOWN = 40  # characters of a text in a repr
@@ -59,10 +60,11 @@ class RequestOutput:
 
     def __repr__(self) -> str:
         error = f", error={_short(self.error)}" if self.error is not None else ""
-        others = f", {len(self.others)} more samples" if self.others else ""
+        prompt = counted(len(self.prompt_token_ids), "prompt token")
+        new = counted(len(self.token_ids), "new one")
+        others = f", {counted(len(self.others), 'more sample')}" if self.others else ""
         return (
-            f"RequestOutput({self.request_id!r}, {len(self.prompt_token_ids)} prompt tokens,"
-            f" {len(self.token_ids)} new ones, text={_short(self.text)},"
+            f"RequestOutput({self.request_id!r}, {prompt}, {new}, text={_short(self.text)},"
             f" finish_reason={self.finish_reason!r}{error}, stats={self.stats!r}{others})"
         )
 
@@ -135,7 +137,7 @@ class StreamEvent:
             "output": self.output,
         }
         fields = "".join(f", {name}={v!r}" for name, v in given.items() if v is not None)
-        tree = f", tree of {len(self.tree.token_ids)} nodes" if self.tree is not None else ""
+        tree = "" if self.tree is None else f", tree of {counted(len(self.tree.token_ids), 'node')}"
         return f"StreamEvent({self.request_id!r}, {_short(self.text)}{fields}{tree})"
 
 

@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from typing import Any
 
+from fastspec.config.checks import counted
+
 PHASES = ("prefill", "propose", "verify", "commit")
 FINISH_REASONS = ("stop", "length", "abort", "error")
 
@@ -108,11 +110,10 @@ class SpecStats:
         }
 
     def __repr__(self) -> str:
-        shown = f"{self.num_output_tokens} tokens in {self.num_steps} steps"
+        shown = f"{counted(self.num_output_tokens, 'token')} in {counted(self.num_steps, 'step')}"
         if self.acceptance_rate is not None:
-            shown += (
-                f", {self.num_accepted_tokens} of {self.num_draft_tokens} draft tokens accepted"
-            )
+            drafts = counted(self.num_draft_tokens, "draft token")
+            shown += f", {self.num_accepted_tokens} of {drafts} accepted"
         return f"SpecStats({shown})"
 
     def to_dict(self) -> dict:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fastspec.config import SamplingParams
-from fastspec.config.checks import is_int, refuse, require
+from fastspec.config.checks import counted, is_int, refuse, require
 from fastspec.config.files import unambiguous
 from fastspec.config.options import options_of
 from fastspec.config.serve import ServeConfig
@@ -197,7 +197,8 @@ def _sampling(given: Mapping[str, Any], config: ServeConfig, num_prompts: int) -
     n = fields.get("n", 1)
     require("n", n, is_int(n) and n >= 1, "an int >= 1")
     most = config.max_n
-    require("n", n, n * num_prompts <= most, f"at most {most} texts for {num_prompts} prompts")
+    expected = f"at most {counted(most, 'text')} for {counted(num_prompts, 'prompt')}"
+    require("n", n, n * num_prompts <= most, expected)
     forms = {kind: given[name] for name, kind in _GUIDED.items() if name in given}
     if "response_format" in given:
         form = _response_format(given["response_format"])

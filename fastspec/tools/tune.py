@@ -205,7 +205,9 @@ class Planner:
             outputs.append(output)
             wanted, schedule.wanted = schedule.wanted, []
             if len(laps) < 2:
-                raise ValueError(f"max_tokens: too few to measure: {self.max_tokens}")
+                raise ValueError(
+                    f"max_tokens: {self.max_tokens} is too few to measure; use a larger value"
+                )
             starts.append((laps[0]["prefill"], laps[1]["propose"]))
             for index, (length, lap) in enumerate(zip(wanted, laps, strict=True)):
                 if index < 2 or length != lengths[index % len(lengths)]:
@@ -215,8 +217,8 @@ class Planner:
         for length, pairs in samples.items():
             if len(pairs) < 2:
                 raise ValueError(
-                    f"max_tokens: too few to time steps with {length} draft tokens twice:"
-                    f" {self.max_tokens} for each of {len(self._prompts)} prompts; use more"
+                    f"max_tokens: {self.max_tokens} is too few: each draft length must be timed at"
+                    " least twice; use a larger value or more prompts"
                 )
             measurement.draft_seconds[length] = _typical([draft for draft, _ in pairs])
             measurement.verify_seconds[length] = _typical([verify for _, verify in pairs])
@@ -243,7 +245,9 @@ class Planner:
         for length, texts in runs.items():
             laps = [lap for laps, _ in texts for lap in laps[1:]]
             if not laps:
-                raise ValueError(f"max_tokens: too few to measure: {self.max_tokens}")
+                raise ValueError(
+                    f"max_tokens: {self.max_tokens} is too few to measure; use a larger value"
+                )
             drafting = statistics.mean(lap["propose"] for lap in laps)
             verifying = statistics.mean(lap["verify"] + lap["commit"] for lap in laps)
             first = [laps[0] for laps, _ in texts]

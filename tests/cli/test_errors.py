@@ -188,7 +188,7 @@ def test_a_run_too_short_to_tune(invoke, bundled, tmp_path):
     short = ["--methods", "mag", "--num-prompts", "1", "--max-tokens", "1"]
     result = invoke("tune", "--out", out, *short)
     assert result.exit_code == 1
-    assert "--max-tokens: too few" in one_line(result)
+    assert "--max-tokens: 1 is too few to measure" in one_line(result)
     assert not out.exists()
 
 

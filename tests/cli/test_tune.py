@@ -337,5 +337,5 @@ def test_nothing_is_written_when_measuring_fails(invoke, pair, tmp_path, prompts
     short = ["--max-tokens", "3", "--prompts-file", prompts_file, "--out", out]
     result = invoke("tune", *pair, *short)
     assert result.exit_code == 1
-    assert "--max-tokens: too few" in result.stderr
+    assert "--max-tokens: 3 is too few: each draft length" in result.stderr
     assert not out.exists()

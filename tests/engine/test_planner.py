@@ -186,7 +186,7 @@ def test_a_plan_is_measured(model):
 
 def test_too_few_tokens(model):
     planner = Planner(model, None, PROMPTS, max_tokens=6)
-    with pytest.raises(ValueError, match="max_tokens: too few"):
+    with pytest.raises(ValueError, match="max_tokens: 6 is too few"):
         planner.measure(SpecConfig("draft_model", 5), model)
 
 

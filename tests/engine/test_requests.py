@@ -377,6 +377,9 @@ def test_reprs_are_one_short_line(model, drafter):
     assert f"token_ids={events[0].token_ids}, source=" in shown[2]
     (several,) = engine.generate([[3] * 3], sampled(1, n=3))
     assert repr(several).endswith(", 2 more samples)")
+    (one,) = engine.generate([[3]], sampled(1, n=2, max_tokens=1))
+    assert "1 prompt token, 1 new one, " in repr(one)
+    assert repr(one).endswith("SpecStats(1 token in 1 step), 1 more sample)")
     engine.disable_spec_dec()
     assert "drafter='none'" in repr(engine)
 
