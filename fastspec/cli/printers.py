@@ -188,7 +188,7 @@ def run_and_print(
                     num_printed += 1  # first, so that an interrupt prints nothing twice
                     printer.finish(transcript, transcript.output)
                 if event.output.error is not None:
-                    report(f"prompt {index + 1}: {event.output.error}")
+                    report(f"prompt {index + 1}: {event.output.error.removeprefix('prompt: ')}")
                 bar.start()
     except KeyboardInterrupt:
         for transcript in transcripts[num_printed:]:

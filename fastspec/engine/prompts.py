@@ -11,6 +11,8 @@ from torch import Tensor
 Prompt = str | Sequence[int] | Tensor | np.ndarray | Mapping[str, Any]
 Message = Mapping[str, Any]
 _KEYS = ("prompt", "prompt_token_ids", "input_ids")
+_ONE = "a text, a list of token ids, a mapping, a tensor or an array"
+_SEVERAL = f"{_ONE}, or a list of such prompts"
 
 
 def as_prompt_list(
@@ -28,7 +30,7 @@ def as_prompt_list(
         return _of_mapping(prompts, one)
     if isinstance(prompts, (Tensor, np.ndarray)):
         return [*_rows(name, prompts)]
-    several = _as_list(name, prompts)
+    several = _as_list(name, prompts, _SEVERAL)
     if not several:
         raise ValueError(f"{name}: the list is empty")
     is_batch = isinstance(several[0], (Sequence, Mapping, Tensor, np.ndarray))
@@ -56,7 +58,7 @@ def as_prompt(prompt: Any, name: str = "prompt") -> str | list[int]:
     """Return one prompt, which may be a batch of one as a tensor, array or mapping; errors begin
     with `name`."""
     if not isinstance(prompt, (Mapping, Tensor, np.ndarray)):
-        return prompt if isinstance(prompt, str) else _as_list(name, prompt)
+        return prompt if isinstance(prompt, str) else _as_list(name, prompt, _ONE)
     several = as_prompt_list(prompt, name, name)
     if len(several) != 1:
         raise ValueError(f"{name}: expected one, got a batch of {len(several)}")
@@ -129,7 +131,7 @@ def _rows(name: str, value: Any) -> list[list[int]]:
     return [several]
 
 
-def _as_list(name: str, value: Any) -> list:
+def _as_list(name: str, value: Any, expected: str = "a list") -> list:
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
-        raise ValueError(f"{name}: expected a list, got {type(value).__name__}")
+        raise ValueError(f"{name}: expected {expected}, got {type(value).__name__}")
     return list(value)

@@ -25,6 +25,7 @@ from fastspec.config.checks import require
 from fastspec.config.serve import ServeConfig
 from fastspec.engine.engine import Engine
 from fastspec.engine.outputs import RequestOutput
+from fastspec.engine.prompts import telling_which
 from fastspec.serve.engine_thread import EngineFailure, EngineThread, Generation
 from fastspec.serve.metrics import ServerMetrics
 from fastspec.serve.prompts import PromptMaker
@@ -332,10 +333,16 @@ class Endpoint:
         """Functions that make each prompt's ids; ValueError for a text that must be too long."""
         if template is not None:
             return [partial(self.prompts.chat_ids, each, template) for each in prompts]
-        for prompt in prompts:
+        for place, prompt in enumerate(prompts):
             if isinstance(prompt, str):
-                self.prompts.check_length(prompt)
-        return [partial(self.prompts.ids, prompt) for prompt in prompts]
+                with telling_which(place, len(prompts), "prompt"):
+                    self.prompts.check_length(prompt)
+        return [partial(self._ids_of, prompts, place) for place in range(len(prompts))]
+
+    def _ids_of(self, prompts: Sequence[Any], place: int) -> list[int]:
+        """The ids of one of a request's prompts; an error says which of several."""
+        with telling_which(place, len(prompts), "prompt"):
+            return self.prompts.ids(prompts[place])
 
     async def _run(self, asked: Asked, stream: "Stream", start: float) -> Response | None:
         """Send tokens as they are generated, or wait for all of them."""

@@ -124,6 +124,8 @@ def completion(
     Raises:
         ValueError: an unknown field, or a value that cannot be served.
     """
+    if body.get("messages") is not None:
+        raise ValueError("messages: use prompt, or /v1/chat/completions for messages")
     given = _given(body, COMPLETION_FIELDS)
     prompt = given.get("prompt")
     several: Any = [prompt] if isinstance(prompt, str) or _is_ids(prompt) else prompt
@@ -150,6 +152,8 @@ def completion(
 
 def chat(body: Mapping[str, Any], config: ServeConfig, drafters: Mapping[str, str | None]) -> Asked:
     """A body of /v1/chat/completions; see `completion`."""
+    if body.get("prompt") is not None:
+        raise ValueError("prompt: use messages, or /v1/completions for a prompt")
     given = _given(body, CHAT_FIELDS)
     messages = given.get("messages")
     fits = isinstance(messages, list) and bool(messages)

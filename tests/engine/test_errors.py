@@ -247,8 +247,8 @@ def test_params_of_another_length(model):
 @pytest.mark.parametrize(
     ("prompts", "params", "message"),
     [
-        (7, GREEDY, "prompts: expected a list, got int"),
-        ([[1], 7], GREEDY, "prompt: expected a list, got int"),
+        (7, GREEDY, "prompts: expected a text, .* got int"),
+        ([[1], 7], GREEDY, "prompt: expected a text, .* got int"),
         ([1], 7, "params: expected SamplingParams or a list of them, got int"),
         ([1], [{"temperature": 0}], "params: expected SamplingParams, got dict"),
     ],

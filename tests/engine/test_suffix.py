@@ -154,7 +154,7 @@ def test_a_corpus_drafts():
         engine.add_corpus([[VOCAB_SIZE]])
     with pytest.raises(ValueError, match=r"^texts: a text needs a tokenizer"):
         engine.add_corpus(["a text"])
-    with pytest.raises(ValueError, match=r"^texts: expected a list, got bytes"):
+    with pytest.raises(ValueError, match=r"^texts: expected a text, .* got bytes"):
         engine.add_corpus([b"ab"])
     with pytest.raises(ValueError, match=r"^texts: expected one of the keys"):
         engine.add_corpus([{"text": "ab"}])

@@ -339,6 +339,22 @@ def test_what_cannot_be_served_is_refused_by_name(client, fields, param):
 
 
 @pytest.mark.parametrize(
+    ("path", "fields", "message"),
+    [
+        ("/chat/completions", {"prompt": PROMPT}, "prompt: use messages, or /v1/completions"),
+        ("/completions", {"messages": MESSAGES}, "messages: use prompt, or /v1/chat/completions"),
+        ("/completions", {"prompt": [PROMPT, ""]}, r"prompt: is empty \(prompt\[1\]\)"),
+        ("/completions", {"prompt": [PROMPT, "x" * 600]}, r"prompt: has .* \(prompt\[1\]\)"),
+        ("/completions", {"prompt": PROMPT, "n": 100}, "n: expected at most .* for 1 prompt,"),
+    ],
+)
+def test_refusals_say_what_to_send(client, path, fields, message):
+    with pytest.raises(openai.BadRequestError, match=message) as caught:
+        client.post(path, body=fields, cast_to=object)
+    assert caught.value.param == message.partition(":")[0]
+
+
+@pytest.mark.parametrize(
     ("form", "place"),
     [
         ({"type": "json_object", "schema": {"type": "object"}}, "schema: unknown field"),
