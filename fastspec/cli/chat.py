@@ -16,7 +16,7 @@ from fastspec.cli.display import SourceWriter, counted, number
 from fastspec.cli.errors import begin, note, require_stdin
 from fastspec.cli.options import Config, Flags, command
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
-from fastspec.config.checks import require
+from fastspec.config.checks import require, require_one_of
 from fastspec.tools.settings import Models
 
 if TYPE_CHECKING:
@@ -286,7 +286,7 @@ class Chat:
         self._say(f"at most {self.params.max_tokens} new tokens")
 
     def _set_processor(self, name: str = "", *values: str) -> None:
-        require("/processor", name, name in _PROCESSORS, f"one of {', '.join(_PROCESSORS)}")
+        require_one_of("/processor", name, _PROCESSORS)
         fields = _PROCESSORS[name]
         fits = len(values) == len(fields)
         require("/processor", " ".join(values), fits, f"{name} {' '.join(fields)}".strip())

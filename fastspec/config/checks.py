@@ -1,6 +1,8 @@
 """Checks of inputs: a value is used, or refused by the name of its field."""
 
 import math
+from collections.abc import Iterable
+from difflib import get_close_matches
 from numbers import Integral, Real
 from pathlib import PurePath
 from typing import Any
@@ -32,6 +34,19 @@ def require(name: str, value: Any, holds: bool, expected: str) -> None:
 def require_int(name: str, value: Any, least: int) -> None:
     """Raise ValueError with the field's name unless the value is an int >= least."""
     require(name, value, is_int(value) and value >= least, f"an int >= {least}")
+
+
+def require_one_of(name: str, value: Any, known: Iterable[str]) -> None:
+    """Raise ValueError with the field's name unless the value is one of the known names.
+
+    The name that is most like a misspelt one is suggested.
+    """
+    names = list(known)
+    if isinstance(value, str) and value in names:
+        return
+    close = get_close_matches(value, names, 1) if isinstance(value, str) else []
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    raise ValueError(f"{name}: {hint}expected one of {', '.join(names)}, got {_short(value)}")
 
 
 def refuse(name: str, value: Any, why: str) -> None:

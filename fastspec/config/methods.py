@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from fastspec.config.checks import require
+from fastspec.config.checks import require_one_of
 
 logger = logging.getLogger(__name__)
 
@@ -207,14 +207,14 @@ def methods() -> dict[str, Method]:
 def method_named(name: Any) -> Method:
     """The method of that name; ValueError, with the names of all methods, if there is none."""
     if not isinstance(name, str) or (name not in _known and name not in methods()):
-        require("method", name, False, f"one of {tuple(methods())}")
+        require_one_of("method", name, methods())
     return _known[name]
 
 
 def drafting_method(name: Any, field: str = "method") -> Method:
     """The method of that name; ValueError for those that propose nothing or only choose one."""
-    drafting = tuple(m.name for m in methods().values() if m.proposes and not m.chooses)
-    require(field, name, name in drafting, f"one of {drafting}")
+    drafting = [m.name for m in methods().values() if m.proposes and not m.chooses]
+    require_one_of(field, name, drafting)
     return _known[name]
 
 

@@ -359,8 +359,8 @@ class SpecConfig(Options):
         fits = self.ngram_store == "request" or self.rejection_sample_method == "coupled"
         expected = "'request' unless rejection_sample_method is 'coupled'"
         require("ngram_store", self.ngram_store, fits, expected)
-        fits = "exit_layer" not in method.fields or self.exit_layer is not None
-        require("exit_layer", None, fits, "an int >= 1")
+        if "exit_layer" in method.fields and self.exit_layer is None:
+            raise ValueError(f"exit_layer: method {self.method!r} needs one")
         check_trees(self)
         check_step_costs(self)
         if self.heterogeneous_vocab == "reencoding":

@@ -100,7 +100,7 @@ def plan_drafter(context: DrafterContext) -> DrafterPlan | None:
             what = "draft_bits (method 'quantized' copies the target)"
         else:
             return None
-        raise ValueError(f"drafter: {what} needs a draft model, got None")
+        raise ValueError(f"drafter: {what} needs a draft model")
     return _plan_method(method, replace(context, drafter=given))
 
 

@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
-from fastspec.config.checks import require
+from fastspec.config.checks import require, require_one_of
 from fastspec.config.options import meant_field, with_hints
 from fastspec.drafters.base import Drafter
 from fastspec.drafters.context import DrafterContext, DrafterSource
@@ -548,8 +548,9 @@ class Engine:
         if any(event.request_id == name for event in self._loop.events):
             raise ValueError(f"request_id: {name!r} has events that step() has not returned yet")
         drafter = request.params.drafter
-        names = [each for each in self._drafter_table if each is not None]
-        require("drafter", drafter, drafter in self._drafter_table, f"one of {names}")
+        if drafter is not None:
+            names = [each for each in self._drafter_table if each is not None]
+            require_one_of("drafter", drafter, names)
         self._drafter_table[drafter].check_request(request.params)
         self._scheduler.check_fits(request)
         return samples

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fastspec.config import EngineConfig, SpecConfig
-from fastspec.config.checks import require
+from fastspec.config.checks import require_one_of
 from fastspec.config.methods import method_named, methods
 from fastspec.config.options import TEXT, Options, documented, option
 from fastspec.tools.settings import Models
@@ -33,11 +33,11 @@ class Choices(Options):
             ValueError: an unknown name, or auto, which names no drafter.
         """
         models.check(spec.method)
-        known = tuple(name for name, method in methods().items() if not method.chooses)
+        known = [name for name, method in methods().items() if not method.chooses]
         names = [name.strip() for name in self.methods.split(",") if name.strip()]
         others = {}
         for name in names:
-            require("methods", name, name in known, f"one of {known}")
+            require_one_of("methods", name, known)
             method = method_named(name)
             if method.proposes and name != spec.method:
                 others[name] = SpecConfig(

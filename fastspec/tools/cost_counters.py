@@ -6,7 +6,7 @@ Such counts leave out lengths, kernels and the host: report them together with m
 import re
 from collections.abc import Mapping
 
-from fastspec.config.checks import require
+from fastspec.config.checks import require, require_one_of
 from fastspec.config.methods import BUILT_IN
 
 # One pass of each model, by the part of its name that stands between other signs.
@@ -45,7 +45,7 @@ def pass_cost(model: str, counter_version: CostTable = "model_parameters") -> fl
         return 0.0
     check_counter(counter_version)
     if not isinstance(counter_version, str):
-        require("model", model, model in counter_version, f"one of {tuple(counter_version)}")
+        require_one_of("model", model, counter_version)
         return float(counter_version[model])
     table = COSTS[counter_version]
     parts = [part for part in re.findall(r"llama-\d+m|[a-z0-9]+", model.lower()) if part in table]
@@ -60,8 +60,7 @@ def pass_cost(model: str, counter_version: CostTable = "model_parameters") -> fl
 def check_counter(counter_version: CostTable) -> None:
     """Raise ValueError unless these are costs by name, or the name of a published table."""
     if isinstance(counter_version, str):
-        known = tuple(COSTS)
-        require("counter_version", counter_version, counter_version in COSTS, f"one of {known}")
+        require_one_of("counter_version", counter_version, COSTS)
 
 
 def total_cost(passes: Mapping[str, int], counter_version: CostTable = "model_parameters") -> float:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastspec.config.checks import one_line, require
+from fastspec.config.checks import one_line, require, require_one_of
 from fastspec.config.files import parse_json, parse_json_lines, read_text
 
 
@@ -110,8 +110,7 @@ def load_prompts(name: str, file: Path | None = None, limit: int | None = None) 
         ValueError: no such data set or file, a record of another kind, too few prompts, or no file
             and `datasets` or the network is missing.
     """
-    if name not in PROMPT_SETS:
-        raise ValueError(f"dataset: expected one of {[*PROMPT_SETS]}, got {name!r}")
+    require_one_of("dataset", name, PROMPT_SETS)
     if limit is not None and limit < 1:
         raise ValueError(f"num_prompts: expected an int >= 1, got {limit!r}")
     chosen = PROMPT_SETS[name]

@@ -65,4 +65,4 @@ def test_refusals(invoke, bundled):
     assert "--draft: --method copies uses no draft model" in result.stderr
     result = invoke("generate", "--method", "unknown", "--prompt", "a")
     assert result.exit_code == 2
-    assert "'copies', 'drafts'), got 'unknown'" in result.stderr
+    assert "copies, drafts, got 'unknown'" in result.stderr

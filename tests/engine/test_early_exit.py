@@ -106,7 +106,7 @@ def test_what_it_cannot_do_is_refused(model, spec, named):
 
 
 def test_wrong_options():
-    with pytest.raises(ValueError, match=r"^exit_layer: expected an int >= 1, got None"):
+    with pytest.raises(ValueError, match=r"^exit_layer: method 'early_exit' needs one$"):
         SpecConfig("early_exit")
     with pytest.raises(ValueError, match=r"^exit_layer: not for method"):
         SpecConfig("draft_model", exit_layer=2)

@@ -102,7 +102,7 @@ def test_a_method_without_a_draft_model(model):
             SpecConfig("mine", ngram_size=3)
         with pytest.raises(ValueError, match="cape: "):
             SpecConfig("mine", cape=True)
-    with pytest.raises(ValueError, match=r"method: .*'prompt_lookup'.*, got 'mine'"):
+    with pytest.raises(ValueError, match=r"method: .*prompt_lookup.*, got 'mine'"):
         SpecConfig("mine")
 
 

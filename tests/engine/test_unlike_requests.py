@@ -179,7 +179,7 @@ def test_switching_the_engines_own_drafter_leaves_the_others(model, drafter):
 def test_what_is_refused(model, drafter):
     engine = engine_of(model, drafter)
     for fields, named in (
-        ({"drafter": "unknown"}, "drafter: expected one of .*'none', 'lookup'"),
+        ({"drafter": "unknown"}, "drafter: expected one of .*none, lookup"),
         ({"drafter": 3}, "drafter"),
         ({"num_speculative_tokens": 5}, "num_speculative_tokens: .* drafter's K, 4, got 5"),
         ({"num_speculative_tokens": -1}, "num_speculative_tokens"),
