@@ -30,6 +30,17 @@ _OPTIONS_OF_FIELDS = (  # the first of a field that the command has
     ("output", "output_file"),
 )
 
+_OPTIONS_ELSEWHERE = {  # names of vLLM and transformers, and what the commands have in their place
+    "--model": ("--target",),
+    "--speculative-config": ("--method", "--num-speculative-tokens"),
+    "--speculative-model": ("--draft",),
+    "--assistant-model": ("--draft",),
+    "--num-spec-tokens": ("--num-speculative-tokens",),
+    "--max-num-seqs": ("--max-batch-size",),
+    "--max-new-tokens": ("--max-tokens",),
+}
+_PAGES = {"--tensor-parallel-size": "docs/scaling.md"}  # of what is no option
+
 
 class OneLineErrors(WholeSummaries):
     """A command group that reports errors without usage text or traceback."""
@@ -52,7 +63,8 @@ class OneLineErrors(WholeSummaries):
         try:
             code = super().main(args, prog_name, complete_var, False, **extra)
         except _CommandLineError as error:
-            report(_as_typed(error.format_message(), _command(self, typed), typed))
+            command = _command(self, typed)
+            report(_as_typed(_usage_message(error, command), command, typed))
             raise SystemExit(error.exit_code) from error
         except typer.Abort as error:
             report("aborted")
@@ -76,6 +88,17 @@ def _command(group: TyperGroup, typed: list[str]) -> Any:
             break
         command = found or command
     return command
+
+
+def _usage_message(error: Any, command: Any) -> str:
+    """The message of a command-line error; for another program's option, ours of that meaning."""
+    if not hasattr(error, "possibilities"):  # only unknown options have them
+        return error.format_message()
+    if page := _PAGES.get(error.option_name):
+        return f"{error.message} (see {page})"
+    known = {flag for parameter in command.params for flag in parameter.opts}
+    ours = [flag for flag in _OPTIONS_ELSEWHERE.get(error.option_name, ()) if flag in known]
+    return f"{error.message} (use {' and '.join(ours)})" if ours else error.format_message()
 
 
 def _as_typed(message: str, command: Any, typed: list[str]) -> str:

@@ -23,6 +23,10 @@ def one_line(result) -> str:
     ("arguments", "named"),
     [
         (["--no-such-option"], "--no-such-option"),
+        (["--max-token", "3"], "No such option: --max-token (Possible options: "),
+        (["--model", "m"], "No such option: --model (use --target)"),
+        (["--speculative-config={}"], "(use --method and --num-speculative-tokens)"),
+        (["--tensor-parallel-size", "2"], "(see docs/scaling.md)"),
         (["-k", "0"], "-k: expected an int from 1 to 1024 (for plain decoding use method none)"),
         (["--logit-bias", '{"1": 2, "1": 3}'], "is ambiguous: '1' is given twice"),
         (["-k", "many"], "num-speculative-tokens"),
