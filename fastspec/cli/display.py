@@ -52,6 +52,12 @@ _PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n
 _PICTURES |= {0x7F: 0x2421, **dict.fromkeys(range(0x80, 0xA0), 0xFFFD)}
 
 
+def beginning(text: str, most: int = 60) -> str:
+    """The beginning of a text on one line, without control characters."""
+    line = " ".join(text.split()).translate(_PICTURES)
+    return line if len(line) <= most else f"{line[:most].rstrip()}..."
+
+
 class SourceWriter:
     """Writes pieces of text as they come, in colour, or else after a mark that names the writer."""
 

@@ -10,7 +10,7 @@ from rich.console import Console, Group
 from rich.text import Text
 from rich.tree import Tree
 
-from fastspec.cli.display import SourceWriter, legend, progress_bar
+from fastspec.cli.display import SourceWriter, beginning, legend, progress_bar
 from fastspec.cli.errors import report
 from fastspec.config import SamplingParams
 from fastspec.config.files import json_line
@@ -123,7 +123,8 @@ class TextPrinter:
         if output.error is not None and not output.text:
             return
         if self._num_prompts > 1:
-            typer.echo(f"--- prompt {transcript.index + 1} of {self._num_prompts}")
+            place = f"prompt {transcript.index + 1} of {self._num_prompts}"
+            typer.echo(f"--- {place}: {beginning(transcript.prompt)}")
         if not self.streams:
             for piece, source in transcript.pieces:
                 self._write(piece, source)

@@ -76,7 +76,15 @@ def test_several_prompts_keep_their_order(invoke, pair, tmp_path):
     assert [record["prompt"] for record in both] == ["one", "two", "three"]
     assert len({record["request_id"] for record in both}) == 3
     text = invoke("generate", *pair, *arguments).stdout
-    assert [f"--- prompt {n} of 3\n" in text for n in (1, 2, 3)] == [True] * 3
+    for number, prompt in enumerate(("one", "two", "three"), 1):
+        assert f"--- prompt {number} of 3: {prompt}\n" in text
+
+
+def test_the_line_before_a_text_shows_where_its_prompt_begins(invoke, pair):
+    prompts = ["--prompt", "a\n\tb\x1b[1m", "--prompt", "word " * 20, "--max-tokens", "2"]
+    text = invoke("generate", *pair, *prompts).stdout
+    assert "--- prompt 1 of 2: a b\u241b[1m\n" in text
+    assert f"--- prompt 2 of 2: {('word ' * 12).rstrip()}...\n" in text
 
 
 def test_prefix_caching_changes_no_ids(invoke, pair):

@@ -133,8 +133,8 @@ def test_generate(invoke, bundled, arguments, named):
             "parse error: unclosed group",
             1,
         ),
-        (["generate", "--prompt", "\udcff"], "prompt 1: prompt: ", 1),
-        (["generate", "--prompt", "\udcff", "--json"], "prompt 1: prompt: ", 1),
+        (["generate", "--prompt", "\udcff"], "prompt 1: 'utf-8' codec", 1),
+        (["generate", "--prompt", "\udcff", "--json"], "prompt 1: 'utf-8' codec", 1),
         (["generate", *PROMPT, "--chat", "--prompt-template", "{input_text}"], "--prompt-temp", 2),
         (["simulate", "deep.jsonl", "--method", "mag"], "FILE: deep.jsonl, line 1", 1),
         (["simulate", "null.jsonl", "--method", "mag"], "line 1, ", 1),
@@ -322,8 +322,8 @@ def test_ctrl_c_leaves_what_there_is_of_the_texts(invoke, pair, monkeypatch):
     result = invoke("generate", *pair, *prompts)
     assert result.exit_code == 130
     assert result.stderr == "fastspec: error: interrupted\n"
-    first, _, second = result.stdout.partition("--- prompt 2 of 2\n")
-    assert len(first) > len("--- prompt 1 of 2\n\n")
+    first, _, second = result.stdout.partition("--- prompt 2 of 2: b\n")
+    assert len(first) > len("--- prompt 1 of 2: a\n\n")
     assert second.strip()
     taken.clear()
     records = invoke("generate", *pair, *prompts, "--json").stdout.splitlines()
