@@ -68,7 +68,7 @@ def generate(
     texts = typed_prompts(prompt or [], prompts)
     begin()
     from fastspec.cli.printers import JsonPrinter, TextPrinter, run_and_print
-    from fastspec.tools.stored_outputs import stored_record
+    from fastspec.tools.stored_outputs import drafting_of, stored_record
 
     engine = models.engine(spec, config)
     if method_named(spec.method).chooses and not engine.is_speculative:
@@ -83,8 +83,15 @@ def generate(
     outputs = run_and_print(engine, given, texts, params, printer)
     seconds, stats = time.perf_counter() - start, engine.stats
     if save_outputs is not None:
-        limit = engine.max_model_len
-        records = (stored_record(o, params, limit) for o in outputs if o.error is None)
+        drafter, method, num_draft_tokens = (
+            engine.drafter,
+            engine.spec.method,
+            engine.drafters[None],
+        )
+        if method_named(method).chooses:
+            method = drafter.name if drafter is not None else "none"
+        told = engine.max_model_len, drafting_of(engine.spec, method, num_draft_tokens)
+        records = (stored_record(o, params, *told) for o in outputs if o.error is None)
         with writing("save_outputs", save_outputs):
             write_whole("".join(json.dumps(record) + "\n" for record in records), save_outputs)
     if is_terminal(sys.stderr):

@@ -95,7 +95,7 @@ def simulate(
     begin()
     from fastspec.models.loading import load_tokenizer, target_decoder_start, target_vocab_size
     from fastspec.tools.simulate import Simulator
-    from fastspec.tools.stored_outputs import read_outputs
+    from fastspec.tools.stored_outputs import drafting_of, read_outputs
 
     target = models.target
     start_id, tokenizer = target_decoder_start(target), load_tokenizer("target", target)
@@ -107,6 +107,9 @@ def simulate(
         task = bar.add_task("simulating", total=total)
         simulations = simulator.run(outputs, lambda count: bar.advance(task, count))
     report = _report(simulator.stats, outputs, simulations)
+    drafting = drafting_of(spec, method.name, spec.num_draft_tokens())
+    others = (o.drafting for o in outputs if o.drafting not in (None, drafting))
+    report["stored_with"] = next(others, None)  # where that is not as simulated here
     if draft_seconds is not None and verify_seconds is not None:
         report["predicted"] = _predicted(report["rates"], draft_seconds, verify_seconds)
     if log is not None:
@@ -149,6 +152,13 @@ def _report(
     }
 
 
+def _told(drafting: dict) -> str:
+    """How a run drafted, in words."""
+    others = {**drafting}
+    method, num = others.pop("method"), others.pop("num_speculative_tokens")
+    return ", ".join([f"{method}, K={num}", *(f"{name}={v}" for name, v in others.items())])
+
+
 def _predicted(rates: list[float], draft_seconds: float, verify_seconds: float) -> list[dict]:
     """Tokens per second for each K up to the simulated one, and the ratio to plain decoding."""
     from fastspec.tools.formulas import expected_tokens_by_position, throughput
@@ -175,10 +185,17 @@ def _show(console: Console, report: dict) -> None:
         f"Tokens per pass, each output by itself: {number(statistics.fmean(means))} on average,"
         f" {number(min(means))} to {number(max(means))}"
     )
-    if report["num_known"]:
+    if report["stored_with"] is not None:
+        console.print(
+            f"The stored run used {_told(report['stored_with'])}, so its accepted counts are not"
+            " compared."
+        )
+    elif report["num_known"]:
+        is_same = report["num_reproduced"] == report["num_known"]
+        more = "" if is_same else "; it may have used another drafter or other options"
         console.print(
             f"The accepted counts equal those of the stored run in {report['num_reproduced']} of"
-            f" {counted(report['num_known'], 'output')}."
+            f" {counted(report['num_known'], 'output')}{more}."
         )
     table = table_of(
         "draft tokens", "passes that accepted this many", "acceptance rate at this position"

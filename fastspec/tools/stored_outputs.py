@@ -1,5 +1,6 @@
 """Files of a target's outputs, which `simulate` uses in place of the target."""
 
+import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -7,15 +8,20 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from fastspec.config import SamplingParams, is_int
+from fastspec.config import SamplingParams, SpecConfig, is_int
 from fastspec.config.checks import require, require_int
 from fastspec.config.files import first_json_line, parse_json, parse_json_lines, read_text
+from fastspec.config.options import options_of
 from fastspec.engine.outputs import RequestOutput
 from fastspec.engine.stats import FINISH_REASONS
 
 _TENSOR = re.compile(r"\s*(\[.*?\])\s*(?:,[^()\[\]]*)?\)[\s,\[\]]*", re.DOTALL)
 _JOINED = re.compile(r'\s*\{\s*"\d+(_\d+)*"\s*:')  # how such a file begins
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
+# Of SpecConfig: "method" and K are always told; the others do not change which drafts are accepted,
+# or are chosen anew, or are files that may have moved.
+_NOT_TOLD = {"method", "num_speculative_tokens", "step_costs", "bigram_path"}
+_NOT_TOLD |= {"heterogeneous_vocab", "rejection_sample_method"}
 
 
 @dataclass(frozen=True)
@@ -29,6 +35,7 @@ class StoredOutput:
             Its max_tokens is the limit of the run, None the end of its text.
         accepted: draft tokens accepted in each step of the stored run, if known.
         finish_reason: how the stored run ended it, if known.
+        drafting: how the stored run drafted, if known, see `drafting_of`.
     Raises:
         ValueError: no finish reason of an engine, or more tokens than params allow.
 
@@ -40,6 +47,7 @@ class StoredOutput:
     params: SamplingParams
     accepted: list[int] | None = None
     finish_reason: str | None = None
+    drafting: dict[str, Any] | None = None
 
     def __post_init__(self):
         reason = self.finish_reason
@@ -66,7 +74,7 @@ class StoredOutput:
         params, kept = replace(self.params, max_tokens=max_tokens), self.token_ids[:max_tokens]
         is_whole = kept == self.token_ids
         known = (self.accepted, self.finish_reason) if is_whole else (None, None)
-        return StoredOutput(self.prompt, kept, params, *known)
+        return StoredOutput(self.prompt, kept, params, *known, self.drafting)
 
 
 def read_outputs(
@@ -109,7 +117,23 @@ def read_outputs(
     return _with_prompts(outputs, prompts, path)
 
 
-def stored_record(output: RequestOutput, params: SamplingParams, max_model_len: int) -> dict:
+def drafting_of(spec: SpecConfig, method: str, num_draft_tokens: int) -> dict[str, Any]:
+    """The method and K of a run, and other options of drafting that are not the usual ones, as
+    plain JSON values."""
+    told = {"method": method, "num_speculative_tokens": num_draft_tokens}
+    for name, option in options_of(SpecConfig).items():
+        usual = option.usual_for(spec.method) if option.default is None else option.default
+        if name not in _NOT_TOLD and (value := spec.value_of(name)) != usual:
+            told[name] = value
+    return json.loads(json.dumps(told, default=str))
+
+
+def stored_record(
+    output: RequestOutput,
+    params: SamplingParams,
+    max_model_len: int,
+    drafting: dict[str, Any] | None = None,
+) -> dict:
     """A finished request as a line of a .jsonl file that `read_outputs` reads."""
     room = max_model_len - len(output.prompt_token_ids)
     return {
@@ -117,6 +141,7 @@ def stored_record(output: RequestOutput, params: SamplingParams, max_model_len: 
         "token_ids": list(output.token_ids),
         "accepted": accepted_by_step(output.sources),
         "finish_reason": output.finish_reason,
+        "drafting": drafting,
         "max_tokens": room if params.max_tokens is None else min(params.max_tokens, room),
         **{name: getattr(params, name) for name in _SAMPLING},
     }
@@ -153,12 +178,20 @@ def _from_record(where: str, record: Any, max_tokens: int | None) -> StoredOutpu
     accepted = record.get("accepted")
     if accepted is not None:
         accepted = _ids(accepted, f"{where}, accepted", "counts")
+    drafting = record.get("drafting")
+    fits = drafting is None or (
+        isinstance(drafting, dict) and {"method", "num_speculative_tokens"} <= drafting.keys()
+    )
+    require(
+        f"{where}, drafting", drafting, fits, "an object with method and num_speculative_tokens"
+    )
     given = {name: record[name] for name in (*_SAMPLING, "max_tokens") if name in record}
     if max_tokens is not None and "max_tokens" in given:
         raise ValueError(f"max_tokens: expected None, as the file has its own, got {max_tokens}")
     try:
         params = _params(token_ids, **given)
-        output = StoredOutput(prompt, token_ids, params, accepted, record.get("finish_reason"))
+        known = accepted, record.get("finish_reason"), drafting
+        output = StoredOutput(prompt, token_ids, params, *known)
         if max_tokens is not None:
             output = output.limited(max_tokens)
     except ValueError as error:

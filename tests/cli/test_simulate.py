@@ -33,7 +33,34 @@ def test_a_stored_run_is_reproduced(invoke, pair, stored):
     assert report["num_reproduced"] == report["num_known"] == 2
     for name in ("num_steps", "num_draft_tokens", "num_accepted_tokens", "num_output_tokens"):
         assert report[name] == sum(live[name] for live in lives)
-    assert simulated(invoke, file, *pair, "-k", "1")["num_reproduced"] == 0
+    assert report["stored_with"] is None
+    other = simulated(invoke, file, *pair, "-k", "1")
+    assert other["num_reproduced"] == 0
+    assert other["stored_with"] == {"method": "draft_model", "num_speculative_tokens": 4}
+
+
+def test_a_run_of_another_kind_is_told_and_not_compared(invoke, pair, stored, tmp_path):
+    file, _ = stored
+    told = "The stored run used draft_model, K=4, so its accepted counts are not compared."
+    for options in (["-k", "3"], ["--method", "mag", "-k", "4"], ["-k", "4", "--cape"]):
+        shown = invoke("simulate", file, *pair[: 2 if "mag" in options else 4], *options).stdout
+        assert told in shown
+        assert "equal those" not in shown
+    shown = invoke("simulate", file, *pair, "-k", "4").stdout
+    assert "equal those of the stored run in 2 of 2 outputs." in shown
+    tree = ["--method", "tree", "-k", "3", "--tree-nodes", "7", "--save-outputs", file]
+    assert invoke("generate", *pair, *PROMPTS, *tree, "--temperature", "0").exit_code == 0
+    shown = invoke("simulate", file, *pair, "-k", "3").stdout
+    assert "The stored run used tree, K=3, tree_nodes=7, so" in " ".join(shown.split())
+    records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    unknown = tmp_path / "unknown.jsonl"
+    lines = (json.dumps({**record, "drafting": None}) + "\n" for record in records)
+    unknown.write_text("".join(lines), encoding="utf-8")
+    shown = " ".join(invoke("simulate", unknown, *pair, "-k", "1").stdout.split())
+    assert "of 2 outputs; it may have used another drafter or other options." in shown
+    unknown.write_text(json.dumps({**records[0], "drafting": {"method": "mag"}}), encoding="utf-8")
+    result = invoke("simulate", unknown, *pair)
+    assert "line 1, drafting: expected an object with method and" in result.stderr
 
 
 def test_printed_tensors_with_the_limit_of_their_run(invoke, pair, stored, tmp_path):
