@@ -462,7 +462,7 @@ def test_a_port_that_is_taken_and_other_refusals(tmp_path, engine):
             (["--host", "999.1.1.1"], "error: --host: "),
             (["--host", "\u00fc..b"], "error: --host: '\u00fc..b': "),
             (["--served-model-name", ""], "error: --served-model-name: expected"),
-            (["--methods", "magic"], "error: --methods: expected one of none, "),
+            (["--methods", "magic"], "error: --methods: did you mean 'mag'? expected one of "),
             (["--methods", "mag,auto"], "tree, got 'auto'"),
             (["--api-keys-variable", "NOT_SET_AT_ALL"], "--api-keys-variable"),
             (["--chat-template", str(tmp_path / "none"), "--port", "0"], "no such file"),
