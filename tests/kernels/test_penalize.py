@@ -168,6 +168,32 @@ def test_a_token_in_every_list_is_edited_once(backend):
 
 
 @backends
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_zeros_stay_zeros(backend, dtype):
+    """Of both signs, where a bias of 0 is added and where a penalty multiplies."""
+    check(
+        {
+            "logits": torch.tensor([[0.0, -0.0, 0.0, -0.0, 1.0]]).to(dtype),
+            "row_sequence": ints(0),
+            "row_node": ints(0),
+            "tree_token_ids": ints([9]),
+            "parents": None,
+            "cu_history": ints(0, 2),
+            "history_ids": ints(0, 1),
+            "history_counts": ints(0, 2),
+            "cu_bias": ints(0, 2),
+            "bias_ids": ints(2, 3),
+            "bias": torch.zeros(2),
+            "bias_until": ints(5, 5),
+            "repetition_penalty": torch.tensor([2.0]),
+            "presence_penalty": torch.tensor([0.0]),
+            "frequency_penalty": torch.tensor([0.0]),
+        },
+        backend,
+    )
+
+
+@backends
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_long_texts(backend, num_threads, restore_threads):
     """More entries than one thread takes, a long path, and only what is named changes."""

@@ -196,3 +196,11 @@ def test_subnormal_logits(backend):
         {"top_p": torch.tensor([0.51])},
     ):
         check_rows(tiny, params, backend)
+
+
+@pytest.mark.parametrize("backend", backends_of("row_stats"))
+def test_subnormal_logits_in_bfloat16(backend):
+    logits = torch.tensor([[1e-40, 2e-40, 3e-40]]).to(torch.bfloat16).to(device_of(backend))
+    top_k = torch.ones(1, dtype=torch.int32, device=logits.device)
+    probs = logits_to_probs(logits, top_k=top_k, backend=backend)
+    assert probs.tolist() == [[0.0, 0.0, 1.0]]

@@ -224,6 +224,12 @@ def test_bfloat16_is_rounded_not_cut():
     assert (out == expected).float().mean() > 0.98
 
 
+def test_bfloat16_zeros_stay_zeros():
+    case = paged([30], [2], dtype=torch.bfloat16)
+    case.value_cache.zero_()
+    assert (tree_attention(*case.tensors, backend="triton") == 0).all()
+
+
 @pytest.mark.parametrize("op", [tree_attention, cross_attention])
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float16, 512), (torch.float32, 256)], ids=str)
 def test_heads_too_wide_are_refused(op, dtype, most):

@@ -69,12 +69,13 @@ def store_kernel(
 
 @triton.jit
 def round_to(x, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Convert float32 x; the interpreter truncates to bfloat16, unless it is rounded before."""
+    """Convert float32 x; the interpreter truncates to bfloat16, and gets its subnormals wrong."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
-        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
-        x = tl.where(x == x, rounded, x)
-    return x.to(dtype)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return tl.where(x == x, rounded, 0x7FC0).to(tl.int16).to(dtype, bitcast=True)
+    else:
+        return x.to(dtype)
 
 
 @triton.jit(do_not_specialize=["num_blocks", "capacity"])

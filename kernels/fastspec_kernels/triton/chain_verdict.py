@@ -15,7 +15,14 @@ from fastspec_kernels.triton.rows import (
     log_of_mass,
     merge_tiles,
 )
-from fastspec_kernels.triton.slots import INFINITY, allowed, draft_slot, target_slot, temperature_of
+from fastspec_kernels.triton.slots import (
+    INFINITY,
+    allowed,
+    draft_slot,
+    target_slot,
+    temperature_of,
+    to_float,
+)
 
 
 class Chain(NamedTuple):
@@ -125,8 +132,7 @@ def probs_by_target(
     total = tl.maximum(tl.sum(masses, 1), 1)
     row = (tl.load(slots.cu_rows + b) + step).to(tl.int64)
     known = (tokens >= 0) & (tokens < target.vocab)
-    x = tl.load(target.logits + row * target.stride + tokens, mask=known, other=-INFINITY)
-    x = x.to(tl.float32)
+    x = to_float(tl.load(target.logits + row * target.stride + tokens, mask=known, other=-INFINITY))
     if target.bitmask is not None:
         x = tl.where(allowed(target, row, tokens, known), x, -INFINITY)
     depth = (x - finite_or_zero(best)) * scale
@@ -169,7 +175,7 @@ def probs_by_draft(
         known = (tokens >= 0) & (tokens < vocab)
         column, known = column_of(draft, chain.token_map, tokens, known)
         row = b.to(tl.int64) * draft.outer_stride + step.to(tl.int64) * draft.stride
-        x = tl.load(draft.logits + row + column, mask=known, other=-INFINITY).to(tl.float32)
+        x = to_float(tl.load(draft.logits + row + column, mask=known, other=-INFINITY))
         if chain.logsumexp is None:
             scale, _, _ = temperature_of(sampling, b)
             slot = draft_slot(slots, b, step)

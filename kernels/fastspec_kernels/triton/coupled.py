@@ -21,6 +21,7 @@ from fastspec_kernels.triton.slots import (
     find_target,
     load_logits,
     temperature_of,
+    to_float,
 )
 from fastspec_kernels.triton.statistics import row_slots, target_rows, tiles_of
 from fastspec_kernels.triton.tiles import tiling_of
@@ -147,7 +148,7 @@ def winner_kernel(
             score = tl.load(scores + at, mask=tile < num_tiles, other=-INFINITY)
             ids = tl.load(winners + at, mask=tile < num_tiles, other=OUTSIDE)
             token = tl.min(tl.where(score == tl.max(score, 0), ids, OUTSIDE), 0)
-        value = tl.load(rows.logits + offset + token).to(tl.float32)
+        value = to_float(tl.load(rows.logits + offset + token))
         logprob = (value - best) * scale * LN_2 - log_of_mass(tl.sum(masses, 0))
     tl.store(token_ids + slot, token)
     tl.store(logprobs + slot, logprob)

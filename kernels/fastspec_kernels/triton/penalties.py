@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fastspec_kernels.triton.cache_kernels import round_to
 from fastspec_kernels.triton.launch import launch
+from fastspec_kernels.triton.slots import to_float
 from fastspec_kernels.triton.tiles import next_power_of_2, vector_warps
 
 _ENTRIES = 256
@@ -227,7 +228,7 @@ def _edit(
 ):
     """Read, change and write the logits of some ids, no two of them equal."""
     there &= (ids >= 0) & (ids < vocab)
-    x = tl.load(out + ids, mask=there, other=0.0).to(tl.float32)
+    x = to_float(tl.load(out + ids, mask=there, other=0.0))
     x = tl.where(biased, x + bias, x)  # to add 0 would change the sign of a zero
     if penalties.repetition is not None:
         # Quotients of two 24-bit numbers are never so close to a tie that the rounding of the

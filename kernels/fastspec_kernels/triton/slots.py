@@ -9,6 +9,7 @@ INFINITY = tl.constexpr(float("inf"))
 LOG2_E = tl.constexpr(1.4426950408889634)
 SMALLEST_SCALE = tl.constexpr(1.401298464324817e-45)  # 2 ** -149; 0 * -inf would be NaN
 LARGEST_SCALE = tl.constexpr(3.0e38)
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 class Rows(NamedTuple):
@@ -119,7 +120,7 @@ def allowed(rows, row, ids, inside):
 def load_logits(rows, offset, row, ids, inside):
     """Logits of a target row in f32; -inf for tokens outside or not allowed."""
     # Widened right after the load, because the interpreter computes incorrectly in bfloat16.
-    x = tl.load(rows.logits + offset + ids, mask=inside, other=-INFINITY).to(tl.float32)
+    x = to_float(tl.load(rows.logits + offset + ids, mask=inside, other=-INFINITY))
     if rows.bitmask is not None:
         x = tl.where(allowed(rows, row, ids, inside), x, -INFINITY)
     return x
@@ -128,7 +129,7 @@ def load_logits(rows, offset, row, ids, inside):
 @triton.jit
 def load_draft(rows, offset, ids, inside):
     """Logits of a draft row in f32; -inf for tokens outside."""
-    return tl.load(rows.logits + offset + ids, mask=inside, other=-INFINITY).to(tl.float32)
+    return to_float(tl.load(rows.logits + offset + ids, mask=inside, other=-INFINITY))
 
 
 @triton.jit
@@ -197,6 +198,15 @@ def _load_tile_of(rows, offset, row, tile, TILE: tl.constexpr):
     if rows.bitmask is not None:
         x = tl.where(allowed(rows, row, tile * TILE + ids, inside), x, -INFINITY)
     return x
+
+
+@triton.jit
+def to_float(x):
+    """Convert logits to f32; the interpreter gets the subnormals of bfloat16 wrong."""
+    if INTERPRETED:
+        return _widen(x)
+    else:
+        return x.to(tl.float32)
 
 
 @triton.jit
