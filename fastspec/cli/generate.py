@@ -83,15 +83,12 @@ def generate(
     outputs = run_and_print(engine, given, texts, params, printer)
     seconds, stats = time.perf_counter() - start, engine.stats
     if save_outputs is not None:
-        drafter, method, num_draft_tokens = (
-            engine.drafter,
-            engine.spec.method,
-            engine.drafters[None],
-        )
+        method, drafter = engine.spec.method, engine.drafter
         if method_named(method).chooses:
-            method = drafter.name if drafter is not None else "none"
-        told = engine.max_model_len, drafting_of(engine.spec, method, num_draft_tokens)
-        records = (stored_record(o, params, *told) for o in outputs if o.error is None)
+            method = "none" if drafter is None else drafter.name
+        drafting = drafting_of(engine.spec, method, engine.drafters[None])
+        limit = engine.max_model_len
+        records = (stored_record(o, params, limit, drafting) for o in outputs if o.error is None)
         with writing("save_outputs", save_outputs):
             write_whole("".join(json.dumps(record) + "\n" for record in records), save_outputs)
     if is_terminal(sys.stderr):

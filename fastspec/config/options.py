@@ -63,7 +63,9 @@ def number(expected: str, fits: Callable[[float], bool]) -> Kind:
 
 def choice(*names: str) -> Kind:
     """One of a few names."""
-    return Kind(f"one of {names}", lambda value: isinstance(value, str) and value in names)
+    return Kind(
+        f"one of {', '.join(names)}", lambda value: isinstance(value, str) and value in names
+    )
 
 
 def anything(expected: str, plain: Callable[[Any], Any]) -> Kind:
