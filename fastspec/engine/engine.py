@@ -206,6 +206,7 @@ class Engine:
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Any] | None = None,
+        chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
@@ -216,13 +217,17 @@ class Engine:
             params, use_tqdm: as for `generate`.
             add_generation_prompt: end the prompt with the tokens that open an answer.
             tools: functions or JSON schemas that the template lists.
+            chat_template: a Jinja template to use instead of the tokenizer's own.
             chat_template_kwargs: further arguments for the tokenizer's apply_chat_template, such as
-                chat_template and the variables that the template reads.
+                the variables that the template reads.
         Raises:
             ValueError: no tokenizer or template, or one that refuses messages or reads no tools.
         """
         several = as_conversations(messages)
         given = {"tools": tools, "add_generation_prompt": add_generation_prompt}
+        if chat_template is not None:
+            require("chat_template", chat_template, isinstance(chat_template, str), "a string")
+            given["chat_template"] = chat_template
         if taken := given.keys() & set(chat_template_kwargs or ()):
             raise ValueError(f"chat_template_kwargs: {min(taken)} cannot be set here")
         options = given | dict(chat_template_kwargs or {})

@@ -87,10 +87,7 @@ def chat_text(
     if taken := {"self", "conversation", "messages"} & options.keys():
         raise ValueError(f"chat_template_kwargs: {min(taken)} is given by the messages")
     if tokenizer.chat_template is None and options.get("chat_template") is None:
-        raise ValueError(
-            "chat: the target's tokenizer has no chat template; give one in"
-            " chat_template_kwargs, or with --chat-template"
-        )
+        raise ValueError("chat: the target's tokenizer has no chat template; give a chat_template")
     try:
         text = str(tokenizer.apply_chat_template(cast(Any, messages), tokenize=False, **options))
     except _TEMPLATE_ERRORS as error:

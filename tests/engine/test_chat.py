@@ -1,5 +1,7 @@
 """Conversations become the ids that the tokenizer's chat template gives."""
 
+from pathlib import Path
+
 import pytest
 from tokenizers.processors import TemplateProcessing
 
@@ -66,6 +68,7 @@ def test_what_the_template_is_told(engine):
     assert shown(engine, HI, GREEDY, chat_template_kwargs=style)[0].endswith("[assistant]short")
     other = {"chat_template": "{{ messages[0].content }}"}
     assert shown(engine, HI, GREEDY, chat_template_kwargs=other) == ["hi"]
+    assert shown(engine, HI, GREEDY, **other) == ["hi"]
     needs_tools = {"chat_template": "{{ tools[0].name.upper() }}"}
     options = {"tools": [{"name": "add"}], "chat_template_kwargs": needs_tools}
     assert shown(engine, HI, GREEDY, **options) == ["ADD"]
@@ -92,6 +95,12 @@ def test_what_the_template_is_told(engine):
         (HI, {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs: tokenize"),
         (HI, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs: messages"),
         (HI, {"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs: self"),
+        (HI, {"chat_template": Path("a.jinja")}, "chat_template: expected a string, got "),
+        (
+            HI,
+            {"chat_template": "a", "chat_template_kwargs": {"chat_template": "b"}},
+            "chat_template_kwargs: chat_template cannot be set here",
+        ),
         (
             HI,
             {"chat_template_kwargs": {"chat_template": "{% if %}"}},
@@ -118,5 +127,5 @@ def test_errors(engine, messages, options, message):
 def test_no_tokenizer_or_no_template(model):
     with pytest.raises(ValueError, match="chat: messages need a tokenizer"):
         Engine(model).chat(HI, GREEDY)
-    with pytest.raises(ValueError, match="no chat template; give one in chat_template_kwargs"):
+    with pytest.raises(ValueError, match="no chat template; give a chat_template"):
         Engine(model, tokenizer=byte_tokenizer()).chat(HI, GREEDY)
