@@ -29,7 +29,8 @@ test: build/.built
 	$(PYTEST) --dist loadfile
 
 # What needs longer than a test should, once for a commit: compilation for every GPU architecture,
-# the pages of docs/ in strict mode, and malformed calls of the sanitized CPU kernels.
+# long tests of processes and of interpreted kernels, the pages of docs/ in strict mode, and malformed
+# calls of the sanitized CPU kernels.
 check: lint types build/.built
 	$(PYTEST) --dist load --maxschedchunk 1 -m check
 	@test -e "$(LIBASAN)" || echo "no $(LIBASAN) of GCC: the sanitized kernels are not tested"

@@ -30,7 +30,6 @@ if not torch.cuda.is_available():
 # Files that take longest; started first, so that no worker waits for the other at the end.
 LONG_FILES = (
     "tests/test_packaging.py",
-    "tests/train/test_processes.py",
     "tests/test_soak.py",
     "tests/test_docs.py",
     "tests/engine/test_parameters.py",

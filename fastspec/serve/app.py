@@ -29,8 +29,8 @@ from fastspec.engine.prompts import telling_which
 from fastspec.serve.engine_thread import EngineFailure, EngineThread, Generation
 from fastspec.serve.metrics import ServerMetrics
 from fastspec.serve.prompts import PromptMaker
-from fastspec.serve.replies import Answer, error_body, server_event, token_text
-from fastspec.serve.requests import FIELDS, Asked, chat, completion, field_of, parse_body
+from fastspec.serve.replies import ReplyBuilder, error_body, server_event, token_text
+from fastspec.serve.requests import FIELDS, ParsedRequest, chat, completion, field_of, parse_body
 
 logger = logging.getLogger(__name__)
 
@@ -290,7 +290,7 @@ class Endpoint:
         param = field_of(message, given, FIELDS[self.kind])
         return Refused(400, message, code, param=param)
 
-    def _parse(self, body: bytes) -> Asked:
+    def _parse(self, body: bytes) -> ParsedRequest:
         parsed: dict[str, Any] = {}
         try:
             parsed = parse_body(body)
@@ -300,7 +300,7 @@ class Endpoint:
                 require("body", [*parsed], fits, 'an object like {"prompt": "a text"}')
                 num_tokens = min(_PREDICT_TOKENS, self.config.max_completion_tokens)
                 params = SamplingParams(max_tokens=num_tokens, top_k=10, top_p=0.9)
-                return Asked([str(prompt)], params, fields=parsed.keys())
+                return ParsedRequest([str(prompt)], params, fields=parsed.keys())
             asked = (chat if self.kind == "chat" else completion)(
                 parsed, self.config, self.drafters
             )
@@ -310,7 +310,7 @@ class Endpoint:
         _check_model(parsed.get("model"), self.model)
         return asked
 
-    async def _open(self, asked: Asked) -> Generation:
+    async def _open(self, asked: ParsedRequest) -> Generation:
         prompts = [asked.prompts] if self.kind == "chat" else asked.prompts
         num_texts, most = len(prompts) * asked.params.n, self.config.max_requests
         if num_texts > most:
@@ -344,14 +344,16 @@ class Endpoint:
         with telling_which(place, len(prompts), "prompt"):
             return self.prompts.ids(prompts[place])
 
-    async def _run(self, asked: Asked, stream: "Stream", start: float) -> Response | None:
+    async def _run(self, asked: ParsedRequest, stream: "Stream", start: float) -> Response | None:
         """Send tokens as they are generated, or wait for all of them."""
         engine, num_tokens = self.thread.engine, asked.params.num_speculative_tokens
         if num_tokens is None:
             num_tokens = engine.drafters[asked.params.drafter]
         decode = cache(partial(token_text, engine.tokenizer))
         generation = await self._open(asked)
-        answer = Answer(self.kind == "chat", self.model, asked, num_tokens, decode, generation)
+        answer = ReplyBuilder(
+            self.kind == "chat", self.model, asked, num_tokens, decode, generation
+        )
         outputs: list[RequestOutput] = []
         times = self.metrics.request(start)
         try:

@@ -15,7 +15,7 @@ from fastspec.engine.outputs import RequestOutput, StreamEvent
 from fastspec.engine.stats import SpecStats
 from fastspec.models.shared_vocabulary import BYTE_OF
 from fastspec.serve.engine_thread import Generation
-from fastspec.serve.requests import Asked
+from fastspec.serve.requests import ParsedRequest
 
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity
 _KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
@@ -81,7 +81,7 @@ class _Prompt(NamedTuple):
 _NO_PROMPT = _Prompt("", (), (), ())
 
 
-class Answer:
+class ReplyBuilder:
     """One response, whole or in chunks: a chunk has one token, so clients can count them.
 
     Args:
@@ -97,7 +97,7 @@ class Answer:
         self,
         is_chat: bool,
         model: str,
-        asked: Asked,
+        asked: ParsedRequest,
         num_spec_tokens: int,
         decode: Callable[[int], tuple[str, bytes]],
         generation: Generation,

@@ -60,7 +60,7 @@ _SPECULATION = {"method", "drafter", "num_speculative_tokens", "metrics", "sourc
 
 
 @dataclass(frozen=True)
-class Asked:
+class ParsedRequest:
     """A client's request.
 
     Attributes:
@@ -116,7 +116,7 @@ def parse_body(body: bytes) -> dict[str, Any]:
 
 def completion(
     body: Mapping[str, Any], config: ServeConfig, drafters: Mapping[str, str | None]
-) -> Asked:
+) -> ParsedRequest:
     """A body of /v1/completions.
 
     Args:
@@ -150,7 +150,9 @@ def completion(
     return replace(_asked(several, fields, given, drafters), echo=echo)
 
 
-def chat(body: Mapping[str, Any], config: ServeConfig, drafters: Mapping[str, str | None]) -> Asked:
+def chat(
+    body: Mapping[str, Any], config: ServeConfig, drafters: Mapping[str, str | None]
+) -> ParsedRequest:
     """A body of /v1/chat/completions; see `completion`."""
     if body.get("prompt") is not None:
         raise ValueError("prompt: use messages, or /v1/completions for a prompt")
@@ -303,7 +305,7 @@ def _asked(
     given: Mapping[str, Any],
     drafters: Mapping[str, str | None],
     template: Mapping[str, Any] | None = None,
-) -> Asked:
+) -> ParsedRequest:
     speculation = given.get("speculation", {})
     known = isinstance(speculation, dict) and {*speculation} <= _SPECULATION
     require("speculation", speculation, known, f"an object of {sorted(_SPECULATION)}")
@@ -320,7 +322,7 @@ def _asked(
     require("stream_options", options, fits, f"an object of {sorted(_STREAM_OPTIONS)}")
     stream = _flag(given, "stream")
     require("stream_options", options, stream or not options, "null unless stream is true")
-    return Asked(
+    return ParsedRequest(
         prompts,
         SamplingParams(**fields),
         stream,

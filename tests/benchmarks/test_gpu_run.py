@@ -78,6 +78,7 @@ def is_released(lock: Path) -> bool:
     return False
 
 
+@pytest.mark.check
 def test_a_step_is_killed_with_its_children_at_its_deadline(tmp_path):
     """The child holds a lock as long as it lives, and would live for minutes."""
     lock = tmp_path / "lock"

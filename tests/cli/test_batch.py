@@ -148,6 +148,7 @@ def test_two_runs_do_not_share_a_file(job, source, tmp_path, expected):
     assert [*tmp_path.glob("out*")] == [tmp_path / "out.jsonl"]
 
 
+@pytest.mark.check
 def test_a_process_ends_when_nobody_asks(job):
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
@@ -168,6 +169,7 @@ def is_running(group):
     return True
 
 
+@pytest.mark.check
 def test_an_interrupted_run_with_replicas_goes_on(invoke, pair, tmp_path):
     """Ctrl-C reaches the processes that it has started as well; nobody says more than that."""
     rows = [{"prompt": f"def f{number % 4}("} for number in range(40)]
@@ -307,6 +309,7 @@ def test_errors_name_the_options(invoke, pair, source, tmp_path):
     assert told in invoke("batch", *pair, *files).stderr.replace("\n", " ").replace("  ", " ")
 
 
+@pytest.mark.check
 def test_a_killed_process_loses_nothing(job, source, tmp_path, expected):
     killed = []
 

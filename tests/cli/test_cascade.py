@@ -54,6 +54,7 @@ def test_bench_runs_the_parts_too(invoke, bundled, tmp_path):
     assert "SWI" in result.stdout
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     "options",
     [

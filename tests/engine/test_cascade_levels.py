@@ -114,6 +114,7 @@ def test_a_review_ends_before_a_row_that_is_not_finite(spoilt, lenience, tempera
     assert draft.text == [1, 2, 3, 1, 2][: 3 + spoilt]
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     ("num_drafts", "k_matrix", "prompt"),
     [

@@ -211,6 +211,7 @@ def test_several_tokens_are_read_at_once_where_that_is_the_same(kind, is_limited
     assert lengths.count(6) == (2 if kind == "mamba" else 4)  # 16 tokens before the last, 2 layers
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("kind", LIMITS)
 def test_only_the_time_steps_of_prompts_are_limited(kind):
     """As in `generate`, whose pass over a prompt limits them, and whose passes after it do not."""

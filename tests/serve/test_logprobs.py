@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fastspec.serve.replies import Answer
+from fastspec.serve.replies import ReplyBuilder
 
 from .helpers import PROMPT, complete, converse, generated
 
@@ -96,5 +96,5 @@ def test_a_decoder_that_drops_the_first_space_leaves_a_gap_after_an_echo(first, 
     """As those of SentencePiece's tokenizers do, which see only the output."""
     answer = SimpleNamespace(_decode=lambda token_id: (first, first.encode()))
     prompt, output = SimpleNamespace(text="x"), SimpleNamespace(token_ids=(1, 2), text=text)
-    assert Answer._gap(answer, prompt, output) == gap  # pyright: ignore
-    assert Answer._gap(answer, SimpleNamespace(text=""), output) == ""  # pyright: ignore
+    assert ReplyBuilder._gap(answer, prompt, output) == gap  # pyright: ignore
+    assert ReplyBuilder._gap(answer, SimpleNamespace(text=""), output) == ""  # pyright: ignore

@@ -15,6 +15,7 @@ from fastspec.train.processes import OneProcess, many_processes
 
 from .two_processes import NUM_STEPS, train
 
+pytestmark = pytest.mark.check
 ROOT = Path(__file__).parents[2]
 
 

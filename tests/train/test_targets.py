@@ -46,6 +46,7 @@ def trained(target, kind, folder, reduced=None, **options):
     return report_acceptance(target, rows, spec, folder)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     ("name", "kind", "options"),
     [

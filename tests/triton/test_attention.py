@@ -54,6 +54,7 @@ def test_the_widest_heads():
     check(paged([40, 9], [3, 9], group=3, num_kv_heads=1, head_size=260, dtype=torch.float16))
 
 
+@pytest.mark.check
 @SPLITS
 @pytest.mark.parametrize(
     ("dtype", "group", "head_size"),
@@ -96,6 +97,7 @@ def test_bits_past_the_rows_are_ignored(num_rows):
     check(case, ancestor_mask=masks, return_logsumexp=True)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("window", [1, 100, 2**63 - 1])
 def test_windows(window):
     check(paged([200, 1, 65, 600], [1, 1, 20, 2], num_kv_heads=1), sliding_window=window)
@@ -128,6 +130,7 @@ def row_of(case: Paged, b: int, num_rows: int, last: int) -> Paged:
     return Paged(query, case.key_cache, case.value_cache, table, lengths, cu_rows, [], [])
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(("window", "dtype"), [(0, torch.float32), (50, torch.float16)])
 def test_bits_of_a_row_depend_on_nothing_else(monkeypatch, fixed_order_products, window, dtype):
     """Alone or in a batch, with more rows or fewer of their kind, split or whole: the same bits."""

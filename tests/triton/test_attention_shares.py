@@ -73,6 +73,7 @@ def random_batch(batch: int, most_tokens: int) -> tuple[list[int], list[int]]:
     return lengths.tolist(), tokens.tolist()
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("window", [0, 5000])
 @pytest.mark.parametrize(("rows", "most"), [("few", 8), ("many", 40), ("all", 20)])
 @pytest.mark.parametrize("batch", [1, 7, 64])
@@ -155,6 +156,7 @@ def test_what_has_no_room_is_not_shared():
 RAGGED = [4200, 1, 700, 2049, 0, 64]
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("mask", ["chain", "window", "tree", "cross"])
 def test_a_ragged_batch_is_right_and_keeps_its_bits(monkeypatch, fixed_order_products, mask):
     """However its sequences are shared, among poisoned pages: by one chunk or several, runs, or not
@@ -176,6 +178,7 @@ def test_a_ragged_batch_is_right_and_keeps_its_bits(monkeypatch, fixed_order_pro
         assert torch.equal(other, found[-1])
 
 
+@pytest.mark.check
 def test_a_long_row_of_many_has_the_bits_of_one_alone(monkeypatch, fixed_order_products):
     """Tiles of 64 rows, sequences of both kinds, the first one longer than two runs."""
     monkeypatch.setattr(attention, "LONG", 0)
