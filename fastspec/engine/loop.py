@@ -130,7 +130,16 @@ class Loop:
         requests: list[EngineRequest],
         others: list[EngineRequest],
     ) -> None:
-        """Run one target pass over the requests of a drafter and others that get no drafts."""
+        """Run one target pass over the requests of a drafter and others that get no drafts.
+
+        No fault of the drafter or of one request harms the others:
+        - a proposal that the kernels refuse is dropped, and the requests are decoded plainly;
+        - requests that fail, some of whose draft logits are not finite, are verified again without
+          those drafts;
+        - `verify` accepts drafts up to a row of the target that is not finite, which plain decoding
+          might never reach.
+        What then still has no verdict fails in `_commit`.
+        """
         times = [perf_counter()]
         batch, proposal = speculation.propose(requests, others)
         running = requests + others
@@ -144,7 +153,7 @@ class Loop:
                 batch, proposal = speculation.refuse(error, batch)
                 verdicts = self.verify(batch, proposal, speculation.spec)
             failed = [b for b, verdict in enumerate(verdicts) if verdict.accepted_len < 0]
-            if failed:  # perhaps for their draft logits alone: verify those once more
+            if failed:  # perhaps for their draft logits alone
                 places, usable = speculation.without_non_finite_drafts(batch, proposal, failed)
                 again = self.verify(batch.at(places), usable, speculation.spec) if places else []
                 for place, verdict in zip(places, again, strict=True):
