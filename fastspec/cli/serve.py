@@ -6,6 +6,7 @@ from typing import Annotated
 from fastspec.cli.errors import begin, note
 from fastspec.cli.options import Config, Flags, command
 from fastspec.config import EngineConfig, SpecConfig
+from fastspec.config.methods import method_named
 from fastspec.config.serve import ENGINE_DEFAULTS, ServeConfig
 from fastspec.models.named import shown_name
 from fastspec.serve.loading import Choices
@@ -34,7 +35,7 @@ def serve(
         engine, name = served.load(), shown_name(models.target)
         if not has_keys and not is_loopback(serving.host):
             note(f"no API keys are set: anyone who can reach {serving.host} can use this server")
-        if engine.drafter is None and spec.method == "auto":
+        if method_named(spec.method).chooses and not engine.is_speculative:  # as in generate
             note("no draft model: plain decoding; --method suffix, for example, needs none")
         host = f"[{serving.host}]" if ":" in serving.host else serving.host
         note(f"serving {name} at http://{host}:{listener.getsockname()[1]}/ until Ctrl-C")

@@ -67,7 +67,7 @@ def test_results_are_detached(op, backend):
 def test_autograd_sees_what_is_written_in_place(op, backend):
     given = call_of(op, backend)
     written = tensors_of([given[name] for name in WRITTEN[op]])
-    weight = torch.ones(1, requires_grad=True)
+    weight = torch.ones(1, requires_grad=True, device=written[0].device)
     losses = [(weight * tensor.float()).sum() for tensor in written]  # save what is overwritten
     getattr(fastspec_kernels, op)(**given, backend=backend)
     for tensor, loss in zip(written, losses, strict=True):
