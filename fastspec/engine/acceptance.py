@@ -27,12 +27,39 @@ from fastspec_kernels import (
 )
 
 
+def rule_inputs(spec: SpecConfig, batch: Batch, counts: list[int], num: int) -> tuple[Tensor, ...]:
+    """Return what the acceptance rule reads of the batch: cu_rows and uniforms, see `verify_chain`;
+    for coupled verification the places of its rows.
+
+    They do not depend on the target, so that the host prepares them before its pass.
+
+    Args:
+        counts: rows of each request.
+        num: N of chains, or the nodes of trees, of which node 0 is the last committed token.
+
+    The token after the accepted ones is drawn by the number after those of K tokens, so it does not
+    depend on how many were proposed.
+    """
+    if spec.rejection_sample_method == "coupled":
+        return (device_tensor(places_of(counts), torch.int64, batch.device),)
+    cu_rows = device_tensor([*accumulate(counts, initial=0)], torch.int32, batch.device)
+    most = batch.num_speculative_tokens
+    is_synthetic = spec.synthetic_acceptance_rate is not None  # draws for greedy requests as well
+    draw = batch.uniforms if is_synthetic else batch.sampling_uniforms
+    uniforms = draw(max(num, most) + 1, VERIFY_STREAM)
+    if batch.own_limits is not None or num > most:
+        uniforms = _by_own_limits(uniforms, num, batch)
+    elif num < most:  # the same numbers, without a copy from the host
+        uniforms = torch.cat([uniforms[:, :num], uniforms[:, most:]], dim=1)
+    return cu_rows, uniforms
+
+
 def verify_drafts(
     spec: SpecConfig,
+    inputs: tuple[Tensor, ...],
     batch: Batch,
     proposal: Proposal,
     logits: Tensor,
-    counts: list[int],
     ids: Tensor,
     parents: Tensor | None,
     bitmask: Tensor | None,
@@ -40,25 +67,14 @@ def verify_drafts(
     """Apply the acceptance rule: output ids, accepted_len, logprobs, and for trees the path.
 
     Args:
-        logits: [T, V], packed: counts[b] rows for request b.
+        inputs: see `rule_inputs`.
+        logits: [T, V], packed.
         ids, parents: [B, N], node 0 is the last committed token; parents None = chains.
-
-    The token after the accepted ones is drawn by the number after those of K tokens, so it does not
-    depend on how many were proposed.
     """
     if spec.rejection_sample_method == "coupled":
-        places = device_tensor(places_of(counts), torch.int64, batch.device)
-        return verify_coupled(logits, places, ids, parents, batch, bitmask)
-    cu_rows = device_tensor([*accumulate(counts, initial=0)], torch.int32, batch.device)
-    most = batch.num_speculative_tokens
-    num = ids.shape[1] - (parents is None)
-    rate = spec.synthetic_acceptance_rate  # it draws for greedy requests as well
-    draw = batch.sampling_uniforms if rate is None else batch.uniforms
-    uniforms = draw(max(num, most) + 1, VERIFY_STREAM)
-    if batch.own_limits is not None or num > most:
-        uniforms = _by_own_limits(uniforms, num, batch)
-    elif num < most:  # the same numbers, without a copy from the host
-        uniforms = torch.cat([uniforms[:, :num], uniforms[:, most:]], dim=1)
+        return verify_coupled(logits, *inputs, ids, parents, batch, bitmask)
+    cu_rows, uniforms = inputs
+    rate = spec.synthetic_acceptance_rate
     if rate is not None:
         synthetic = logits, cu_rows, proposal.token_ids, uniforms, rate
         return *verify_synthetic(*synthetic, batch.sampling, bitmask, batch.backend), None

@@ -35,9 +35,9 @@ class Turn:
         return self._inside._is_owned() or get_ident() in self._waiting
 
     def __enter__(self) -> None:
-        if self.is_mine:
-            raise RuntimeError("engine: called from within its own step, by a part of that step")
         thread = get_ident()
+        if self._inside._is_owned() or thread in self._waiting:
+            raise RuntimeError("engine: called from within its own step, by a part of that step")
         try:
             self._waiting.add(thread)
             with self._entry:

@@ -13,7 +13,7 @@ from fastspec.config import SpecConfig
 from fastspec.drafters import Proposal
 from fastspec.drafters.base import Batch, divisors, sampling_of_rows
 from fastspec.drafters.logit_rules import Rows, apply_rules, without_forbidden
-from fastspec.engine.acceptance import places_of, verify_drafts
+from fastspec.engine.acceptance import places_of, rule_inputs, verify_drafts
 from fastspec.engine.outputs import Verdict
 from fastspec.engine.request import EngineRequest
 from fastspec.models.layout import Span, packed
@@ -87,6 +87,8 @@ def verify(
     newest = [request.token_ids[-1] for request in requests]
     pairs = zip(requests, counts, strict=True)
     spans = [request.span(len(request.token_ids) - 1, count) for request, count in pairs]
+    num_compared = width if parents is None else width + 1
+    inputs = rule_inputs(spec, batch, counts, num_compared)
     is_plain = max(counts) == 1 and parents is None and runner.paged_model.recurrent is None
     if is_plain:  # the pass need not wait for `ids`
         logits = runner.forward(newest, spans)
@@ -109,7 +111,7 @@ def verify(
     if has_rules:
         logits, bitmask, dead = _ruled(batch, logits, Rows(*places_of(counts), ids, parents))
     given = batch, proposal, logits, counts, spans, ids, parents, bitmask
-    verdicts = _accepted(runner, spec, *given)
+    verdicts = _accepted(runner, spec, inputs, *given)
     if ranks is not None and has_rules:
         dead = ranks.all_gather_objects(dead)[0]
     if any(verdict.accepted_len < 0 and verdict.num_draft_tokens for verdict in verdicts):
@@ -169,6 +171,7 @@ class Pass(NamedTuple):
 def _accepted(
     runner: ModelRunner,
     spec: SpecConfig,
+    inputs: tuple[Tensor, ...],
     batch: Batch,
     proposal: Proposal,
     logits: Tensor,
@@ -178,16 +181,20 @@ def _accepted(
     parents: Tensor | None,
     bitmask: Tensor | None,
 ) -> list[Verdict]:
-    """Apply the acceptance rule to a `Pass`, compact trees, and copy the results to the host."""
-    ranks = runner.paged_model.ranks
-    verified = verify_drafts(spec, batch, proposal, logits, counts, ids, parents, bitmask)
+    """Apply the acceptance rule to a `Pass`, compact trees, and copy the results to the host.
+
+    inputs: see `rule_inputs`.
+    """
+    ranks, width = runner.paged_model.ranks, ids.shape[1]
+    verified = verify_drafts(spec, inputs, batch, proposal, logits, ids, parents, bitmask)
     output_ids, accepted_len, logprobs, path = verified
-    columns = [accepted_len[:, None].expand_as(ids), output_ids, ids]
+    columns = [accepted_len[:, None], output_ids, ids]
     columns += [] if path is None else [path, parents]
-    table = torch.stack(columns, dim=1)
+    table = torch.cat(columns, dim=1)  # for one copy
     if ranks is not None:
         table = ranks.broadcast(table)
-        accepted_len, path = table[:, 0, 0].contiguous(), None if path is None else table[:, 3]
+        accepted_len = table[:, 0].contiguous()
+        path = None if path is None else table[:, 1 + 2 * width : 1 + 3 * width]
     if path is not None:
         runner.compact(spans, path, accepted_len)
     rows = table.tolist()
@@ -197,8 +204,8 @@ def _accepted(
     values = logprobs.tolist() if wants_logprobs else [None] * len(counts)
     verdicts = []
     for row, count, own_values in zip(rows, counts, values, strict=True):
-        (length, *_), tokens, nodes, *tree = row
-        verdicts.append(verdict_of(length, tokens, nodes[:count], *tree, logprobs=own_values))
+        tokens, nodes, *tree = (row[i : i + width] for i in range(1, len(row), width))
+        verdicts.append(verdict_of(row[0], tokens, nodes[:count], *tree, logprobs=own_values))
     return verdicts
 
 
@@ -213,7 +220,9 @@ def _accept_up_to_non_finite_rows(
     """
     failed = [b for b, verdict in enumerate(verdicts) if verdict.accepted_len < 0]
     part, non_finite = whole.without_non_finite_rows(failed)
-    for b, verdict in zip(failed, _accepted(runner, spec, *part), strict=True):
+    num_compared = part.ids.shape[1] - (part.parents is None)
+    inputs = rule_inputs(spec, part.batch, part.counts, num_compared)
+    for b, verdict in zip(failed, _accepted(runner, spec, inputs, *part), strict=True):
         verdicts[b] = verdict
     if (ranks := runner.paged_model.ranks) is not None:
         non_finite = ranks.all_gather_objects(non_finite)[0]
