@@ -72,7 +72,8 @@ def verify_drafts(
         ids, parents: [B, N], node 0 is the last committed token; parents None = chains.
     """
     if spec.rejection_sample_method == "coupled":
-        return verify_coupled(logits, *inputs, ids, parents, batch, bitmask)
+        (places,) = inputs
+        return verify_coupled(logits, places, ids, parents, batch, bitmask)
     cu_rows, uniforms = inputs
     rate = spec.synthetic_acceptance_rate
     if rate is not None:
