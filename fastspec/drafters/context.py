@@ -141,6 +141,4 @@ class DrafterContext:
 
     def runner(self, model: PagedModel, block_manager: Blocks) -> ModelRunner:
         """A runner over the blocks of the target's cache, with caches of its own."""
-        num_blocks, block_size = block_manager.num_blocks, block_manager.block_size
-        chunk_size, cuda_graphs = self.config.prefill_chunk_size, self.config.cuda_graphs
-        return ModelRunner(model, num_blocks, block_size, chunk_size, cuda_graphs)
+        return ModelRunner(model, block_manager, self.config)

@@ -78,8 +78,7 @@ class CopyRunner(ModelRunner):
     def __init__(
         self, model: PagedModel, target: ModelRunner, blocks: Blocks, context: DrafterContext
     ):
-        sizes = blocks.num_blocks, blocks.block_size, context.config.prefill_chunk_size
-        super().__init__(model, *sizes, context.config.cuda_graphs, target.caches)
+        super().__init__(model, blocks, context.config, target.caches)
         self._target = target
 
     def keep_inputs(self, layers: list[int]) -> KVCache:

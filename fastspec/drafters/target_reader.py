@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from fastspec.config import EngineConfig
 from fastspec.drafters.base import Drafter
 from fastspec.drafters.context import DrafterContext, DrafterPlan, Loader
 from fastspec.drafters.draft_model import DraftModelDrafter
@@ -18,8 +19,7 @@ class TargetReader(DraftModelDrafter):
         model: the draft model, in its paged form.
         target: the runner whose pages are read.
         block_manager: manages the blocks that both share.
-        chunk_size: tokens per pass while a prompt is read.
-        cuda_graphs: see `EngineConfig.cuda_graphs`.
+        config: see `ModelRunner`.
         probabilistic: sample drafts; False takes the most probable tokens.
         confidence_threshold: see `DraftModelDrafter`.
     Raises:
@@ -36,14 +36,12 @@ class TargetReader(DraftModelDrafter):
         model: PagedModel,
         target: ModelRunner,
         block_manager: Blocks,
-        chunk_size: int,
-        cuda_graphs: str,
+        config: EngineConfig,
         probabilistic: bool,
         confidence_threshold: float | None = None,
     ):
-        sizes = block_manager.num_blocks, block_manager.block_size, chunk_size
         pages = self.pages(model, target, block_manager)
-        runner = self.runner_class(model, pages, *sizes, cuda_graphs)
+        runner = self.runner_class(model, pages, block_manager, config)
         options = probabilistic, confidence_threshold
         super().__init__(runner, block_manager, target.vocab_size, *options)
 
@@ -63,9 +61,8 @@ class TargetReader(DraftModelDrafter):
         model = context.load(given, load)
         if not isinstance(model.model, cls.model_class):
             raise ValueError(f"drafter: {cls.kind} needs a {cls.kind} model, got {model.name}")
-        config, spec = context.config, context.spec
-        options = config.prefill_chunk_size, config.cuda_graphs
-        options += spec.draws_drafts, spec.confidence_threshold
+        spec = context.spec
+        options = context.config, spec.draws_drafts, spec.confidence_threshold
 
         def drafter(target: ModelRunner | None, block_manager: Blocks) -> Drafter:
             if target is None:

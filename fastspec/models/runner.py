@@ -5,7 +5,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from fastspec.config import EngineConfig
 from fastspec.config.checks import require
+from fastspec.models.blocks import Blocks
 from fastspec.models.graphs import Capture, GraphedForward, capture_for
 from fastspec.models.layout import (
     CacheStack,
@@ -28,11 +30,15 @@ class ModelRunner:
     """One model with its caches; block tables are passed in, so models can share them.
 
     Passes may be captured one by one (`GraphedForward`), or all steps of a draft together
-    (`fastspec.drafters.graphed_drafts`). The runner of a draft that also reads its target overrides
-    what is about that: `view_buffers` and `view_values` for single passes, `draft_view_values` and
-    `set_draft_view` for captured drafts, `chain_states` for drafts in one call.
+    (`fastspec.drafters.graphed_drafts`). A draft that also reads its target has a view of it in each
+    pass, `PagedStep.target_view`. Its runner overrides what is about that view: `view_buffers` and
+    `view_values` for passes captured one by one, `set_draft_view` and `draft_view_values` for
+    captured drafts; `drafting_spans` says which drafts can be captured, and `chain_states` what
+    drafts in one call read.
 
     Args:
+        blocks: number and size of the blocks of its caches.
+        config: tokens per pass while a prompt is read, and whether passes are captured.
         caches: caches to read and write, of a runner of the model whose layers, or the first of
             them, this one runs; None = its own.
     Raises:
@@ -43,32 +49,30 @@ class ModelRunner:
     def __init__(
         self,
         paged_model: PagedModel,
-        num_blocks: int,
-        block_size: int,
-        chunk_size: int,
-        cuda_graphs: str = "off",
+        blocks: Blocks,
+        config: EngineConfig,
         caches: dict[int, KVCache] | None = None,
     ):
-        if (size := paged_model.chunk_size) and size % block_size:
+        if (size := paged_model.chunk_size) and size % blocks.block_size:
             raise ValueError(
                 f"block_size: {paged_model.name} attends in chunks of {size} tokens, which is not a"
-                f" multiple of {block_size}"
+                f" multiple of {blocks.block_size}"
             )
         self.paged_model = paged_model
         self.device = paged_model.device
         self.vocab_size = paged_model.vocab_size
         self._cache_stacks: list[CacheStack] = []
         if caches is None:
-            self._cache_stacks = paged_model.new_caches(num_blocks, block_size)
+            self._cache_stacks = paged_model.new_caches(blocks.num_blocks, blocks.block_size)
             pairs = (stack.by_layer().items() for stack in self._cache_stacks)
             caches = {layer: cache for stack in pairs for layer, cache in stack}
         self.caches = caches
         self.inputs: KeptInputs | None = None
-        self._num_blocks, self.block_size = num_blocks, block_size
-        self._chunk_size = chunk_size
+        self._num_blocks, self.block_size = blocks.num_blocks, blocks.block_size
+        self._chunk_size = config.prefill_chunk_size
         self.graphs: GraphedForward | None = None
-        if capture := capture_for(cuda_graphs, paged_model):
-            self.capture_with(capture, must=cuda_graphs == "on")
+        if capture := capture_for(config.cuda_graphs, paged_model):
+            self.capture_with(capture, must=config.cuda_graphs == "on")
 
     def capture_with(self, capture: Capture, must: bool) -> None:
         """From now on, replay short passes; see `GraphedForward`."""
@@ -169,7 +173,7 @@ class ModelRunner:
         return self.paged_model.forward(input_ids, positions, kept, step)
 
     def prefill(self, token_ids: list[list[int]], spans: list[Span]) -> None:
-        """Write keys and values of the spans' tokens, up to chunk_size tokens per pass."""
+        """Write keys and values of the spans' tokens, up to prefill_chunk_size tokens per pass."""
         pending = [(ids, span) for ids, span in zip(token_ids, spans, strict=True) if span.count]
         while pending:
             ids_chunk, span_chunk, rest, room = [], [], [], self._chunk_size

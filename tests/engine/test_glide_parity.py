@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from fastspec import EngineConfig
 from fastspec.drafters.glide.paged import GlideRunner
+from fastspec.models.blocks import Blocks
 from fastspec.models.layout import Span
 from fastspec.models.paged_model import PagedModel
 from fastspec.models.runner import ModelRunner
@@ -73,14 +75,14 @@ def dense_glide(model, token_ids, target_layers, visible):
 
 
 def runners_of(target, draft, block_size=4):
-    num_blocks = 90
-    runner = ModelRunner(PagedModel(target, "auto"), num_blocks, block_size, 16)
+    kept = Blocks(90, block_size), EngineConfig(prefill_chunk_size=16)
+    runner = ModelRunner(PagedModel(target, "auto"), *kept)
     num_layers = draft.config.num_hidden_layers
     caches = [runner.caches[layer] for layer in sorted(runner.caches)[-num_layers:]]
     for pair in runner.caches.values():
         for part in pair:
             part.fill_(float("nan"))  # a slot that is read before it is written shows
-    return runner, GlideRunner(PagedModel(draft, "auto"), caches, num_blocks, block_size, 16)
+    return runner, GlideRunner(PagedModel(draft, "auto"), caches, *kept)
 
 
 def target_pages(runner, layer, table, length):

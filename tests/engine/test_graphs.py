@@ -8,6 +8,7 @@ import torch
 
 from fastspec import Engine, EngineConfig, SamplingParams
 from fastspec.models import graphs
+from fastspec.models.blocks import Blocks
 from fastspec.models.graphs import bucket, capture_for, is_near
 from fastspec.models.layout import PassShape, Span, lay_out
 from fastspec.models.paged_model import PagedModel
@@ -20,6 +21,7 @@ from .waiting import NoWaiting
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 60
+CONFIG = EngineConfig(prefill_chunk_size=64)
 
 
 class FailingCapture:
@@ -46,7 +48,7 @@ def ids_for(spans):
 
 def runner_of(model, capture=None, must=False):
     """A runner whose cache holds numbers everywhere, the same for every runner."""
-    runner = ModelRunner(PagedModel(model, "auto"), NUM_BLOCKS, BLOCK_SIZE, 64)
+    runner = ModelRunner(PagedModel(model, "auto"), Blocks(NUM_BLOCKS, BLOCK_SIZE), CONFIG)
     generator = torch.Generator().manual_seed(5)
     for caches in runner.caches.values():
         for cache in caches:

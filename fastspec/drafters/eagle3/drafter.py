@@ -8,6 +8,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from fastspec.config import EngineConfig
 from fastspec.drafters.base import Drafter, Request
 from fastspec.drafters.context import DrafterContext, DrafterPlan
 from fastspec.drafters.eagle3.loading import load_eagle
@@ -31,15 +32,13 @@ class EagleRunner(ModelRunner):
         self,
         paged_model: PagedModel,
         inputs: KVCache,
-        num_blocks: int,
-        block_size: int,
-        chunk_size: int,
-        cuda_graphs: str = "off",
+        blocks: Blocks,
+        config: EngineConfig,
     ):
         self._inputs_read = [half.view(-1, *half.shape[2:]) for half in inputs]  # by slot
-        super().__init__(paged_model, num_blocks, block_size, chunk_size, cuda_graphs)
+        super().__init__(paged_model, blocks, config)
         size = paged_model.model.config.hidden_size
-        shape = num_blocks * block_size + 1, size  # the last for rows without a slot, -1
+        shape = blocks.num_tokens + 1, size  # the last for rows without a slot, -1
         self._own = torch.zeros(shape, dtype=paged_model.dtype, device=self.device)
 
     def forward(

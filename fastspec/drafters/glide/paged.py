@@ -6,6 +6,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from fastspec.config import EngineConfig
+from fastspec.models.blocks import Blocks
 from fastspec.models.layout import KVCache, PagedStep, Span
 from fastspec.models.paged_model import PagedModel
 from fastspec.models.runner import ModelRunner
@@ -60,13 +62,11 @@ class GlideRunner(ModelRunner):
         self,
         paged_model: PagedModel,
         target_caches: list[KVCache],
-        num_blocks: int,
-        block_size: int,
-        chunk_size: int,
-        cuda_graphs: str = "off",
+        blocks: Blocks,
+        config: EngineConfig,
     ):
         self._target_caches = target_caches
-        super().__init__(paged_model, num_blocks, block_size, chunk_size, cuda_graphs)
+        super().__init__(paged_model, blocks, config)
 
     def _step(self, spans: list[Span], rows: list[int], parents: Tensor | None = None) -> PagedStep:
         step = super()._step(spans, rows)
