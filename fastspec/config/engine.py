@@ -8,6 +8,7 @@ from fastspec.config.checks import refuse
 from fastspec.config.colossal import fields_of_colossal
 from fastspec.config.options import (
     BOOL,
+    SIZE,
     TEXT,
     Kind,
     Options,
@@ -57,10 +58,10 @@ class EngineConfig(Options):
     num_blocks: int | None = option(
         None, integer(1), "Number of cache blocks; by default as many as fit in kv_cache_memory."
     )
-    kv_cache_memory: int | None = option(
+    kv_cache_memory: int | str | None = option(
         None,
-        integer(1, None),
-        "Bytes for all KV caches together; by default 1 GiB on CPU, half the free memory on a GPU.",
+        SIZE,
+        "Size of all KV caches together; by default 1 GiB on CPU, half the free memory on a GPU.",
         "This includes the states of recurrent layers for max_batch_size requests; on CPU they are"
         " added to the default. Cannot be combined with num_blocks.",
     )

@@ -5,6 +5,7 @@ other names. Checks, help texts, command-line flags and docs/options.md are deri
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
@@ -20,6 +21,7 @@ Config = TypeVar("Config")
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 LARGEST_INT32 = 2**31 - 1
+_SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?) ?(?:([KMGT])(i?)B)?")
 
 
 @dataclass(frozen=True)
@@ -85,8 +87,25 @@ def listed(expected: str, each: Kind) -> Kind:
     )
 
 
+def _bytes_of(value: Any) -> int:
+    """The bytes of a size; 0 if it is none."""
+    if is_int(value):
+        return int(value)
+    found = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    if found is None:
+        return 0
+    number, prefix, is_binary = found.groups()
+    base = 1024 if is_binary else 1000
+    return int(float(number) * base ** ("KMGT".index(prefix) + 1) if prefix else float(number))
+
+
 BOOL = Kind("a bool", lambda value: isinstance(value, bool), flag_type=bool)
 TEXT = Kind("a string", lambda value: isinstance(value, str))
+SIZE = Kind(
+    "a number of bytes >= 1, or one with a unit, such as 4GiB or 500MB",
+    lambda value: _bytes_of(value) >= 1,
+    _bytes_of,
+)
 PATH = Kind("a path", lambda value: isinstance(value, (str, Path)), flag_type=Path)
 FACTOR = number("a finite number >= 1", lambda value: value >= 1)
 POSITIVE = number("a finite number > 0", lambda value: value > 0)

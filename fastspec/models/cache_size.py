@@ -1,5 +1,7 @@
 """Limits on the length of requests and on the number of cache blocks."""
 
+from typing import Any
+
 import torch
 
 from fastspec.config import EngineConfig
@@ -26,7 +28,7 @@ def cache_blocks(config: EngineConfig, models: list[PagedModel], max_model_len: 
     if config.num_blocks is not None:
         return config.num_blocks
     device = models[0].device
-    memory = config.kv_cache_memory
+    memory: Any = config.kv_cache_memory  # stored as a number of bytes
     state_bytes = config.max_batch_size * sum(model.bytes_per_sequence for model in models)
     if memory is None:
         on_gpu, default = device.type == "cuda", _DEFAULT_CPU_BYTES + state_bytes

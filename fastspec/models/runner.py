@@ -30,9 +30,9 @@ class ModelRunner:
     """One model with its caches; block tables are passed in, so models can share them.
 
     Passes may be captured one by one (`GraphedForward`), or all steps of a draft together
-    (`fastspec.drafters.graphed_drafts`). A draft that also reads its target has a view of it in each
-    pass, `PagedStep.target_view`. Its runner overrides what is about that view: `view_buffers` and
-    `view_values` for passes captured one by one, `set_draft_view` and `draft_view_values` for
+    (`fastspec.drafters.graphed_drafts`). A draft that also reads its target has a view of it in
+    each pass, `PagedStep.target_view`. Its runner overrides what is about that view: `view_buffers`
+    and `view_values` for passes captured one by one, `set_draft_view` and `draft_view_values` for
     captured drafts; `drafting_spans` says which drafts can be captured, and `chain_states` what
     drafts in one call read.
 

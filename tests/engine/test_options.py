@@ -287,6 +287,9 @@ def test_stop_ids_out_of_the_vocabulary(model):
     ("field", "options"),
     [
         ("kv_cache_memory", {"num_blocks": 4, "kv_cache_memory": 2**20}),
+        ("kv_cache_memory", {"kv_cache_memory": "4G"}),
+        ("kv_cache_memory", {"kv_cache_memory": "0.4"}),
+        ("kv_cache_memory", {"kv_cache_memory": "9" * 400 + "GiB"}),
         ("block_size", {"block_size": 2**31}),
         ("max_batch_size", {"max_batch_size": True}),
         ("device", {"device": 3}),
@@ -296,6 +299,16 @@ def test_stop_ids_out_of_the_vocabulary(model):
 def test_engine_config_refuses(field, options):
     with pytest.raises(ValueError, match=f"^{field}: "):
         EngineConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("size", "num_bytes"),
+    [(10, 10), ("10", 10), ("4GiB", 2**32), ("500 MB", 5 * 10**8), ("1.5KiB", 1536)],
+)
+def test_sizes_with_units(size, num_bytes):
+    config = EngineConfig(kv_cache_memory=size)
+    assert config.kv_cache_memory == num_bytes
+    assert config == EngineConfig(kv_cache_memory=num_bytes)
 
 
 def test_spec_and_config_by_name_or_mapping(model):
