@@ -54,15 +54,27 @@ class PromptReader:
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return self.checked_ids("prompt", ids)
 
-    def plain_ids(self, name: str, text: str | Sequence[int]) -> list[int]:
-        """Return the ids of a text of any length, without added special tokens."""
+    def in_template(self, prompt: str) -> str:
+        """Return a text prompt inserted into the template."""
+        return self.template.replace("{input_text}", prompt) if self.template else prompt
+
+    def plain_ids(
+        self, name: str, text: str | Sequence[int], add_special_tokens: bool = False
+    ) -> list[int]:
+        """Return the ids of a text of any length, by default without added special tokens."""
         if not isinstance(text, str):
             return self._known_ids(name, text)
         if self.tokenizer is None:
             raise ValueError(f"{name}: a text needs a tokenizer, but the engine has none")
         require_unicode(name, text)
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
         return self._known_ids(name, ids)
+
+    def text_of(self, name: str, token_ids: Sequence[int]) -> str:
+        """Return the text of ids, special tokens included; ValueError begins with `name`."""
+        if self.tokenizer is None:
+            raise ValueError(f"{name}: their text needs a tokenizer, but the engine has none")
+        return str(self.tokenizer.decode(self._known_ids(name, token_ids)))
 
     def checked_ids(self, name: str, token_ids: Sequence[int]) -> list[int]:
         """Return ids as plain ints; ValueError unless they form a valid prompt, see `ids`."""
@@ -78,7 +90,7 @@ class PromptReader:
     def _text_ids(self, prompt: str) -> list[int]:
         if self.tokenizer is None:
             raise ValueError("prompt: a text needs a tokenizer, but the engine has none; pass ids")
-        text = self.template.replace("{input_text}", prompt) if self.template else prompt
+        text = self.in_template(prompt)
         require_unicode("prompt", text)
         return self.tokenizer(text)["input_ids"]
 

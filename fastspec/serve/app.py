@@ -1,4 +1,4 @@
-"""The HTTP API: OpenAI's endpoints, the published demo's /predict, health and metrics."""
+"""The HTTP API: OpenAI's endpoints, vLLM's for tokens, /predict, health, metrics and version."""
 
 import asyncio
 import base64
@@ -20,6 +20,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
+import fastspec
 from fastspec.config import SamplingParams
 from fastspec.config.checks import require
 from fastspec.config.serve import ServeConfig
@@ -30,7 +31,16 @@ from fastspec.serve.engine_thread import EngineFailure, EngineThread, Generation
 from fastspec.serve.metrics import ServerMetrics
 from fastspec.serve.prompts import PromptMaker
 from fastspec.serve.replies import ReplyBuilder, error_body, server_event, token_text
-from fastspec.serve.requests import FIELDS, ParsedRequest, chat, completion, field_of, parse_body
+from fastspec.serve.requests import (
+    FIELDS,
+    ParsedRequest,
+    chat,
+    completion,
+    detokenize,
+    field_of,
+    parse_body,
+    tokenize,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -98,12 +108,14 @@ def create_app(
     handlers: Any = {HTTPException: _refused, Refused: _refused, Exception: failed}
     hidden: Any = {"docs_url": None, "redoc_url": None, "openapi_url": None}
     app = FastAPI(lifespan=lifespan, exception_handlers=handlers, **hidden)
-    for path, kind in (
-        ("/v1/completions", "completion"),
-        ("/v1/chat/completions", "chat"),
-        ("/predict", "predict"),
+    for path, kind, of_kind in (
+        ("/v1/completions", "completion", Endpoint),
+        ("/v1/chat/completions", "chat", Endpoint),
+        ("/predict", "predict", Endpoint),
+        ("/tokenize", "tokenize", TokensEndpoint),
+        ("/detokenize", "detokenize", TokensEndpoint),
     ):
-        endpoint = Endpoint(kind, thread, prompts, metrics, config, model, drafters)
+        endpoint = of_kind(kind, thread, prompts, metrics, config, model, drafters)
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
 
     methods = {name: engine.drafters[drafter] for name, drafter in drafters.items()}
@@ -131,6 +143,10 @@ def create_app(
         if not thread.is_alive:
             return JSONResponse({"status": "the engine has stopped"}, 503)
         return JSONResponse({"status": "ok"})
+
+    @app.get("/version")
+    async def version() -> JSONResponse:
+        return JSONResponse({"version": fastspec.__version__})
 
     @app.get("/metrics")
     async def metrics_page() -> Response:
@@ -290,25 +306,33 @@ class Endpoint:
         param = field_of(message, given, FIELDS[self.kind])
         return Refused(400, message, code, param=param)
 
-    def _parse(self, body: bytes) -> ParsedRequest:
+    def _parse(self, body: bytes) -> Any:
+        """What `_asked` makes of a body; Refused for what it cannot read."""
         parsed: dict[str, Any] = {}
         try:
             parsed = parse_body(body)
-            if self.kind == "predict":
-                prompt = parsed.get("prompt")
-                fits = {*parsed} == {"prompt"} and isinstance(prompt, str)
-                require("body", [*parsed], fits, 'an object like {"prompt": "a text"}')
-                num_tokens = min(_PREDICT_TOKENS, self.config.max_completion_tokens)
-                params = SamplingParams(max_tokens=num_tokens, top_k=10, top_p=0.9)
-                return ParsedRequest([str(prompt)], params, fields=parsed.keys())
-            asked = (chat if self.kind == "chat" else completion)(
-                parsed, self.config, self.drafters
-            )
+            asked = self._asked(parsed)
         except ValueError as error:
             given = {name for name, value in parsed.items() if value is not None}
             raise self._bad_request(str(error), given) from error
         _check_model(parsed.get("model"), self.model)
         return asked
+
+    def _asked(self, parsed: Mapping[str, Any]) -> Any:
+        if self.kind == "predict":
+            prompt = parsed.get("prompt")
+            fits = {*parsed} == {"prompt"} and isinstance(prompt, str)
+            require("body", [*parsed], fits, 'an object like {"prompt": "a text"}')
+            num_tokens = min(_PREDICT_TOKENS, self.config.max_completion_tokens)
+            params = SamplingParams(max_tokens=num_tokens, top_k=10, top_p=0.9)
+            return ParsedRequest([str(prompt)], params, fields=parsed.keys())
+        return (chat if self.kind == "chat" else completion)(parsed, self.config, self.drafters)
+
+    def _check_room(self, num_texts: int) -> None:
+        most = self.config.max_requests
+        if self.thread.num_texts + num_texts > most:
+            message = f"the limit of {most} texts at a time is reached; try again later"
+            raise Refused(429, message, "server_busy", _RETRY_AFTER)
 
     async def _open(self, asked: ParsedRequest) -> Generation:
         prompts = [asked.prompts] if self.kind == "chat" else asked.prompts
@@ -316,9 +340,7 @@ class Endpoint:
         if num_texts > most:
             message = f"n: the server generates up to {most} texts at a time"
             raise self._bad_request(message, asked.fields)
-        if self.thread.num_texts + num_texts > most:
-            message = f"the limit of {most} texts at a time is reached; try again later"
-            raise Refused(429, message, "server_busy", _RETRY_AFTER)
+        self._check_room(num_texts)
         try:
             makers, prediction = self._makers(prompts, asked.template), asked.params.prediction
             if prediction is not None:
@@ -377,6 +399,22 @@ class Endpoint:
             return JSONResponse(outputs[0].text if self.kind == "predict" else answer.whole())
         finally:
             generation.close()
+
+
+class TokensEndpoint(Endpoint):
+    """An endpoint that generates nothing: the thread for prompts makes its response."""
+
+    def _asked(self, parsed: Mapping[str, Any]) -> Any:
+        return (tokenize if self.kind == "tokenize" else detokenize)(parsed)
+
+    async def _run(self, asked: Any, stream: "Stream", start: float) -> Response:
+        self._check_room(1)
+        prompts = self.prompts
+        convert = prompts.tokenized if self.kind == "tokenize" else prompts.detokenized
+        try:
+            return JSONResponse(await self.thread.convert(partial(convert, asked)))
+        except (ValueError, RecursionError) as error:
+            raise self._bad_request(str(error), asked.fields) from error
 
 
 class Stream:

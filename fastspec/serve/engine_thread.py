@@ -11,12 +11,13 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Thread, stack_size
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 from fastspec.config import SamplingParams
 from fastspec.engine.engine import Engine
 from fastspec.engine.outputs import StreamEvent
 
+Result = TypeVar("Result")
 Call = tuple[Callable[[], Any], Future]
 Events = tuple[float, list[StreamEvent]]
 
@@ -68,7 +69,7 @@ class Generation:
 
 
 class PromptThread:
-    """Makes the ids of prompts, one after the other, so that no engine step waits for them."""
+    """Uses the tokenizer for one request after the other, so that no engine step waits for it."""
 
     def __init__(self):
         self._calls: SimpleQueue[Call | None] = SimpleQueue()
@@ -85,14 +86,14 @@ class PromptThread:
         return self._thread.is_alive()
 
     async def stop(self) -> None:
-        """End the thread after its current prompt; prompts that are waiting fail."""
+        """End the thread after its current call; calls that are waiting fail."""
         self._ends = True
         self._calls.put(None)
         await asyncio.to_thread(self._thread.join)
 
-    def ask(self, make_ids: Callable[[], list[int]]) -> Future:
-        """Make ids, unless the future is cancelled before it is their turn."""
-        return _ask(self._calls, make_ids)
+    def ask(self, call: Callable[[], Any]) -> Future:
+        """Run a call, such as one that makes ids, unless its future is cancelled before."""
+        return _ask(self._calls, call)
 
     def _run(self) -> None:
         while (asked := self._calls.get()) is not None:
@@ -171,6 +172,14 @@ class EngineThread:
             generation.close()
             raise
         return generation
+
+    async def convert(self, call: Callable[[], Result]) -> Result:
+        """Run a call in the thread for prompts; until it ends, it counts as a text."""
+        self.num_texts += 1
+        try:
+            return await asyncio.wrap_future(self._prompts.ask(call))
+        finally:
+            self.num_texts -= 1
 
     def _close(self, generation: Generation) -> None:
         self.num_texts -= generation.num_texts

@@ -10,6 +10,7 @@ from fastspec.config.serve import ServeConfig
 from fastspec.engine.engine import Engine
 from fastspec.engine.prompts import Message, Prompt
 from fastspec.models.shared_vocabulary import BYTE_OF
+from fastspec.serve.requests import DetokenizeRequest, TokenizeRequest
 
 # Characters that NFC makes one of at most: no character's canonical decomposition has more.
 _NFC = 4
@@ -17,7 +18,10 @@ _SPLITTERS = ("ByteLevel", "Digits", "Punctuation", "Split")  # that keep what t
 
 
 class PromptMaker:
-    """Makes the ids of requests' prompts; call `ids` and `chat_ids` in one thread of their own."""
+    """Makes the ids of requests' prompts, and texts of ids.
+
+    Everything but `check_length` is called in one thread of its own.
+    """
 
     def __init__(self, engine: Engine, config: ServeConfig):
         self._reader = engine.prompt_reader()
@@ -41,14 +45,41 @@ class PromptMaker:
 
     def chat_ids(self, messages: Sequence[Message], template: Mapping[str, Any]) -> list[int]:
         """The ids of a conversation, with arguments for its template; ValueError as for `ids`."""
-        options = {"add_generation_prompt": True, **template}
-        text = self._reader.chat_text(messages, options)
+        text = self._chat_text(messages, template)
         self.check_length(text)
         return self._within_limit(self._reader.chat_ids(text))
 
     def prediction_ids(self, prediction: str | Sequence[int]) -> list[int]:
         """The ids of what an output may resemble; ValueError as for `ids`."""
         return self._within_limit(self._reader.plain_ids("prediction", prediction), "prediction")
+
+    def tokenized(self, asked: TokenizeRequest) -> dict[str, Any]:
+        """vLLM's reply with the ids of a prompt, which may be longer than the model allows.
+
+        Raises:
+            ValueError: it is invalid, or `check_length` refuses it.
+        """
+        if asked.template is None:
+            text = self._reader.in_template(asked.prompt)
+        else:
+            text = self._chat_text(asked.prompt, asked.template)
+        self.check_length(text)
+        ids = self._reader.plain_ids("prompt", text, asked.add_special_tokens)
+        tokenizer = self._reader.tokenizer
+        assert tokenizer is not None
+        return {
+            "count": len(ids),
+            "max_model_len": self._reader.max_model_len,
+            "tokens": ids,
+            "token_strs": tokenizer.convert_ids_to_tokens(ids) if asked.token_strs else None,
+        }
+
+    def detokenized(self, asked: DetokenizeRequest) -> dict[str, Any]:
+        """vLLM's reply with the text of ids; ValueError for ids outside the vocabulary."""
+        return {"prompt": self._reader.text_of("tokens", asked.tokens)}
+
+    def _chat_text(self, messages: Sequence[Message], template: Mapping[str, Any]) -> str:
+        return self._reader.chat_text(messages, {"add_generation_prompt": True, **template})
 
     def _within_limit(self, ids: list[int], name: str = "prompt") -> list[int]:
         if len(ids) > self._most:

@@ -30,20 +30,24 @@ _COMMON = {"model", "stream", "stream_options", "speculation", "response_format"
 _COMMON |= {*_SAMPLING, *_GUIDED, *_UNUSED, "max_tokens", "logprobs"}
 _COMMON |= {"store", "metadata", "service_tier"}
 COMPLETION_FIELDS = _COMMON | {"prompt", "echo", "best_of", "suffix"}
+_OF_TEMPLATES = {"tools", "chat_template_kwargs", "add_generation_prompt"}
 CHAT_FIELDS = _COMMON | {
     "messages",
     "max_completion_tokens",
     "top_logprobs",
-    "tools",
     "tool_choice",
     "parallel_tool_calls",
-    "chat_template_kwargs",
-    "add_generation_prompt",
+    *_OF_TEMPLATES,
 }
+TOKENIZE_FIELDS = {"model", "prompt", "messages", "add_special_tokens", "return_token_strs"}
+TOKENIZE_FIELDS |= _OF_TEMPLATES
+DETOKENIZE_FIELDS = {"model", "tokens"}
 FIELDS: Mapping[str, Set[str]] = {
     "completion": COMPLETION_FIELDS,
     "chat": CHAT_FIELDS,
     "predict": {"prompt"},
+    "tokenize": TOKENIZE_FIELDS,
+    "detokenize": DETOKENIZE_FIELDS,
 }
 # What the engine's errors name, and the fields that may have set it; a format may also be text.
 _SET_BY = {
@@ -88,6 +92,33 @@ class ParsedRequest:
     fields: Set[str] = frozenset()
     is_open_ended: bool = False
     echo: bool = False
+
+
+@dataclass(frozen=True)
+class TokenizeRequest:
+    """A client's request for the ids of a prompt.
+
+    Attributes:
+        prompt: a text, or a conversation.
+        template: arguments for a conversation's template; None for a text.
+        add_special_tokens: whether the tokenizer adds those of its own, such as a first one.
+        token_strs: whether the response has the tokens as the vocabulary writes them, too.
+        fields: names of those that the client gave.
+    """
+
+    prompt: Any
+    template: Mapping[str, Any] | None
+    add_special_tokens: bool
+    token_strs: bool
+    fields: Set[str]
+
+
+@dataclass(frozen=True)
+class DetokenizeRequest:
+    """A client's request for the text of ids; see `TokenizeRequest`."""
+
+    tokens: Sequence[int]
+    fields: Set[str]
 
 
 def field_of(message: str, given: Set[str], known: Set[str]) -> str | None:
@@ -157,10 +188,7 @@ def chat(
     if body.get("prompt") is not None:
         raise ValueError("prompt: use messages, or /v1/completions for a prompt")
     given = _given(body, CHAT_FIELDS)
-    messages = given.get("messages")
-    fits = isinstance(messages, list) and bool(messages)
-    require("messages", messages, fits, "a non-empty list of messages")
-    assert isinstance(messages, list)
+    messages = _messages(given)
     fields = _sampling(given, config, 1)
     name = "max_tokens" if "max_tokens" in given else "max_completion_tokens"
     if {"max_tokens", "max_completion_tokens"} <= {*given}:
@@ -175,6 +203,36 @@ def chat(
         fields["logprobs"] = 0 if top is None else top
     asked = _asked(messages, fields, given, drafters, _template(given))
     return replace(asked, is_open_ended=name not in given)
+
+
+def tokenize(body: Mapping[str, Any]) -> TokenizeRequest:
+    """A body of /tokenize; ValueError for an unknown field or a wrong value."""
+    given = _given(body, TOKENIZE_FIELDS)
+    prompt, template = given.get("prompt"), None
+    if "messages" in given:
+        refuse("prompt", prompt, "not with messages")
+        prompt, template = _messages(given), _template(given)
+    else:
+        require("prompt", prompt, _is_text(prompt), "a string, or messages")
+        for name in sorted(_OF_TEMPLATES):
+            refuse(name, given.get(name), "only with messages")
+    adds = _flag(given, "add_special_tokens", default=template is None)
+    return TokenizeRequest(prompt, template, adds, _flag(given, "return_token_strs"), given.keys())
+
+
+def detokenize(body: Mapping[str, Any]) -> DetokenizeRequest:
+    """A body of /detokenize; see `tokenize`."""
+    given = _given(body, DETOKENIZE_FIELDS)
+    tokens: Any = given.get("tokens")
+    require("tokens", tokens, tokens == [] or _is_ids(tokens), "a list of token ids")
+    return DetokenizeRequest(tokens, given.keys())
+
+
+def _messages(given: Mapping[str, Any]) -> list[Any]:
+    messages: Any = given.get("messages")
+    fits = isinstance(messages, list) and bool(messages)
+    require("messages", messages, fits, "a non-empty list of messages")
+    return messages
 
 
 def _given(body: Mapping[str, Any], known: set[str]) -> dict[str, Any]:
@@ -335,10 +393,10 @@ def _asked(
     )
 
 
-def _flag(given: Mapping[str, Any], name: str, place: str = "") -> bool:
+def _flag(given: Mapping[str, Any], name: str, place: str = "", default: bool = False) -> bool:
     value = given.get(name)
     require(f"{place}{name}", value, value is None or isinstance(value, bool), "a bool")
-    return bool(value)
+    return default if value is None else value
 
 
 def _is_text(value: Any) -> bool:

@@ -94,10 +94,10 @@ def error_of(response, status):
 
 
 @contextmanager
-def asking(client, body):
-    """A connection that has asked for a text and waits; it is cut at the end of the block."""
+def asking(client, body, path=COMPLETIONS):
+    """A connection that has sent a request and waits; it is cut at the end of the block."""
     content = json.dumps(body).encode()
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with socket.create_connection((client.base_url.host, client.base_url.port), 30) as connection:
         connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
         yield connection
@@ -167,7 +167,7 @@ def test_limits(client, fields, status):
 )
 def test_malformed_bodies(client, body, status):
     headers = {"content-type": "application/json"}
-    for path in (COMPLETIONS, "/v1/chat/completions", "/predict"):
+    for path in (COMPLETIONS, "/v1/chat/completions", "/predict", "/tokenize", "/detokenize"):
         error = error_of(client.post(path, content=body, headers=headers), status)
         assert error["param"] is None or error["param"].encode() in body
 
@@ -238,7 +238,9 @@ def test_a_panic_of_a_library_ends_one_request_alone(client, engine, monkeypatch
 
     with monkeypatch.context() as patch:
         patch.setattr(PromptReader, "ids", broken)
+        patch.setattr(PromptReader, "plain_ids", broken)
         error_of(client.post(COMPLETIONS, json=SHORT), 500)
+        error_of(client.post("/tokenize", json={"prompt": "a"}), 500)
     assert client.get("/health").status_code == 200
     assert client.post(COMPLETIONS, json=SHORT).status_code == 200
 

@@ -21,6 +21,8 @@ from .helpers import assert_idle, new_engine, serving, wait_for
 from .test_border import COMPLETIONS, LONG, SHORT, asking, error_of
 
 SLOW = "slow"  # is in a prompt that waits at the tokenizer
+# Requests that need the tokenizer, but for their prompt.
+READERS = pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, SHORT), ("/tokenize", {})])
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -67,18 +69,20 @@ def clients(engine, **config):
     assert_idle(engine)
 
 
-def test_a_running_stream_is_not_stalled(engine, slow):
+@READERS
+def test_a_running_stream_is_not_stalled(engine, slow, path, body):
     with clients(engine) as client:
         with client.stream("POST", COMPLETIONS, json=LONG | {"stream": True}) as response:
             lines = response.iter_lines()
             next(lines)
-            with asking(client, SHORT | {"prompt": SLOW}):
+            with asking(client, body | {"prompt": SLOW}, path):
                 wait_for(lambda: SLOW in slow.seen)
                 assert [line for line in lines if line][-1] == "data: [DONE]"
         slow.open()
 
 
-def test_who_leaves_while_its_prompt_waits_is_dropped(engine, slow, monkeypatch):
+@READERS
+def test_who_leaves_while_its_prompt_waits_is_dropped(engine, slow, monkeypatch, path, body):
     ask, asked = PromptThread.ask, []
 
     def noted(thread, make_ids):
@@ -88,7 +92,7 @@ def test_who_leaves_while_its_prompt_waits_is_dropped(engine, slow, monkeypatch)
     monkeypatch.setattr(PromptThread, "ask", noted)
     with clients(engine) as client, asking(client, SHORT | {"prompt": SLOW}) as waiting:
         wait_for(lambda: SLOW in slow.seen)
-        with asking(client, SHORT | {"prompt": "gone"}):
+        with asking(client, body | {"prompt": "gone"}, path):
             wait_for(lambda: len(asked) == 2)
         wait_for(lambda: asked[1].cancelled())
         slow.open()
@@ -97,14 +101,26 @@ def test_who_leaves_while_its_prompt_waits_is_dropped(engine, slow, monkeypatch)
     assert "gone" not in slow.seen
 
 
-def test_a_prompt_that_waits_counts_as_a_text(engine, slow):
+@READERS
+def test_a_prompt_that_waits_counts_as_a_text(engine, slow, path, body):
     with clients(engine, max_requests=2) as client:
-        with asking(client, SHORT | {"prompt": SLOW}):
+        with asking(client, body | {"prompt": SLOW}, path):
             wait_for(lambda: SLOW in slow.seen)
             error = error_of(client.post(COMPLETIONS, json=SHORT | {"n": 2}), 429)
             assert error["code"] == "server_busy"
         slow.open()
         wait_for(lambda: client.post(COMPLETIONS, json=SHORT | {"n": 2}).status_code == 200)
+
+
+def test_a_full_server_converts_nothing(engine, slow):
+    with clients(engine, max_requests=1) as client:
+        with asking(client, {"prompt": SLOW}, "/tokenize"):
+            wait_for(lambda: SLOW in slow.seen)
+            for path, body in ("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [5]}):
+                error = error_of(client.post(path, json=body), 429)
+                assert error["code"] == "server_busy"
+        slow.open()
+        wait_for(lambda: client.post(path, json=body).status_code == 200)
 
 
 @pytest.mark.parametrize("ends", ["alone", "while prompts wait"])
