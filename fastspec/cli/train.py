@@ -98,7 +98,8 @@ def eagle3(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Start from the weights of this EAGLE-3 draft instead of fresh ones.",
+            help="Start from the weights of this EAGLE-3 draft instead of fresh ones; repeat it to"
+            " resume.",
         ),
     ] = None,
 ) -> None:
@@ -110,8 +111,6 @@ def eagle3(
     """
     for name in ("intermediate_size", "reduced_vocab_size") if start is not None else ():
         refuse(name, getattr(shape, name), "not with --start, which keeps the size of its draft")
-    if files.resume:
-        refuse("start", start, "not with --resume, which continues from the checkpoint")
     begin()
     from fastspec.drafters.eagle3 import Eagle3Draft, load_eagle
     from fastspec.train.eagle3 import cut_texts, make_eagle3, train_eagle3

@@ -291,7 +291,7 @@ class Eagle3Trainer(DraftTrainer):
         ]
         weights = torch.tensor([_STEP_WEIGHT**step for step in range(len(losses))])
         loss = (torch.stack(losses) * weights.to(losses[0])).sum() / weights.sum()
-        return loss, (lesson.lengths - lesson.starts - 1).sum()
+        return loss, (lesson.lengths - lesson.starts.clamp(min=2)).sum()
 
 
 @torch.no_grad()
@@ -343,6 +343,9 @@ def train_eagle3(
     advance is called after each step, on_text with the number of texts that the target has read.
     shape says how the texts were cut, for the checkpoint.
 
+    To resume a run, pass a draft made as at its beginning: the checkpoint replaces its weights, but
+    neither its tokens nor the layers that it reads.
+
     Raises:
         ValueError: a checkpoint to resume from is missing or of another run, or exists although
             resume is False.
@@ -353,7 +356,9 @@ def train_eagle3(
     token_ids_of = [text.token_ids for text in every]
     processes = OneProcess(target.device)
     data = digest_of([*token_ids_of, torch.tensor([text.start for text in every])])
+    shape_of_draft = torch.tensor([draft.config.norm_before_residual, *layers])
     run = run_of(options, processes, "eagle3", target, shape, data)
+    run["draft"] = digest_of([token_ids, shape_of_draft])
     if resume:  # before the states that the run to resume has stored are deleted
         check_same_run(out, run, draft)
     file = states_file(out, resume, target, token_ids_of, layers)

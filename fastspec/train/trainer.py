@@ -111,6 +111,11 @@ def check_same_run(folder: Path, run: dict[str, Any], draft: nn.Module) -> None:
     for name, value in run.items():
         if name == "kind" and saved[name] != value:
             raise ValueError(f"resume: {path} is of a draft of kind {saved[name]}, not {value}")
+        if name == "draft" and saved[name] != value:
+            raise ValueError(
+                f"resume: {path} is of a draft of other tokens or layers; begin with the draft, or"
+                " the vocabulary and data, of the run to resume"
+            )
         expected = f"{saved[name]!r}, as the run to resume in {folder} has it"
         require(name, value, saved[name] == value, expected)
     shapes = [

@@ -218,9 +218,16 @@ def test_the_command(monkeypatch, tmp_path):
     result = CliRunner().invoke(app, [*again, "--vocab-size", "40"])
     assert result.exit_code == 2
     assert "--start" in result.stderr
-    result = CliRunner().invoke(app, [*again, "--resume"])
-    assert result.exit_code == 2
-    assert "--start: not with --resume, which continues from the checkpoint" in result.stderr
+    # A run that began with a draft goes on with that draft alone.
+    result = CliRunner().invoke(app, [*again, "--steps", "2", "--rate", "1e-9", "--resume"])
+    assert result.exit_code == 0, result.stderr
+    assert json.loads((tmp_path / "again" / "record.json").read_text())["steps"] == 2
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | {"norm_before_residual": True}))
+    result = CliRunner().invoke(app, [*again, "--steps", "3", "--rate", "1e-9", "--resume"])
+    assert result.exit_code == 1
+    assert "of a draft of other tokens or layers" in result.stderr
+    (out / "config.json").write_text(json.dumps(config))
     result = CliRunner().invoke(app, [*command, "--resume", "--context", "9"])
     assert result.exit_code == 1
     assert "--context: expected 512, as the run to resume" in result.stderr
