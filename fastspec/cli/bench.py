@@ -18,7 +18,7 @@ from fastspec.cli.prompts import PromptOptions, tokenize_prompts, usual_prompts
 from fastspec.config import EngineConfig, SpecConfig
 from fastspec.config.files import check_can_write, writing
 from fastspec.config.methods import drafting_method
-from fastspec.models.named import own_draft
+from fastspec.models.named import other_drafts, own_draft
 from fastspec.tools.cost_counters import pass_cost
 from fastspec.tools.settings import BenchConfig, Models
 
@@ -71,8 +71,9 @@ def bench(
     if models.draft is None and method.needs_draft:
         models = replace(models, draft=own_draft(models.target, method.name))
         if models.draft is None and not spec.copies_target:
-            needs = f"method {method.name} needs a draft model, and {models.target} comes with none"
-            raise ValueError(f"draft: {needs}; give one, or a --method that drafts without")
+            known = other_drafts(models.target) or f"; {models.target} comes with none"
+            needs = f"method {method.name} needs a draft model{known}"
+            raise ValueError(f"draft: {needs}; give one, or another --method")
     drafts = models.drafts(method.name) or []
     drafts = drafts if isinstance(drafts, list) else [drafts]
     costs = None

@@ -18,7 +18,7 @@ from fastspec.drafters.base import Drafter
 from fastspec.drafters.context import DrafterContext, DrafterPlan, as_plan
 from fastspec.drafters.suffix_first import with_copies
 from fastspec.drafters.tree import with_siblings, with_trees
-from fastspec.models.named import own_draft
+from fastspec.models.named import other_drafts, own_draft
 from fastspec.models.shared_vocabulary import is_intersection
 
 Build = Callable[[DrafterContext], Drafter | DrafterPlan]
@@ -89,8 +89,9 @@ def plan_drafter(context: DrafterContext) -> DrafterPlan | None:
         if has_copy and context.spec.heterogeneous_vocab is None:
             return _plan_method(method, context)  # a cascade of the target's copy and MaG
         if method.needs_draft and not has_copy:
-            what = f"method {method.name!r}"
-        elif context.spec.cape:
+            known = other_drafts(context.target)
+            raise ValueError(f"drafter: method {method.name!r} needs a draft model{known}")
+        if context.spec.cape:
             what = "cape"
         elif context.spec.suffix_tokens is not None:
             what = "suffix_tokens (method 'suffix' copies without one)"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fastspec.config import SpecConfig
+from fastspec.config.methods import methods
 
 ASSETS = Path(str(files("fastspec"))) / "assets"
 BUNDLED = {
@@ -66,6 +67,12 @@ def own_draft(target: Any, method: str) -> str | None:
     """Return the draft model bundled with a short-named target for a method; None for others."""
     drafts = _DRAFTS.get(target, {}) if isinstance(target, str) else {}
     return drafts.get(method, drafts.get(""))
+
+
+def other_drafts(target: Any) -> str:
+    """Return the end of a message about a missing draft: for which methods the target has one."""
+    names = [m.name for m in methods().values() if m.needs_draft and own_draft(target, m.name)]
+    return f"; {target} comes with drafts for {', '.join(names)}" if names else ""
 
 
 def usual_spec(spec: SpecConfig, target: Any, on_cpu: bool) -> SpecConfig:

@@ -177,6 +177,8 @@ def test_a_prompt_that_cannot_run_leaves_the_others(invoke, pair, prompt, named)
         (["bench", "-k0"], "-k: "),
         (["bench", "--threads", "0"], "--threads"),
         (["bench", "--target", "elsewhere"], "--draft"),
+        (["bench", "--target", "elsewhere"], "needs a draft model; elsewhere comes with none"),
+        (["bench", "--target", "smollm2"], "; smollm2 comes with drafts for glide, eagle3; give"),
         (["bench", "--out", "no/such/folder/results.jsonl"], "no/such/folder"),
         (["info", "extra"], "extra"),
         (["draw"], "draw"),

@@ -121,6 +121,9 @@ def test_a_method_with_a_draft_model(model, drafter):
             Engine(model, spec="mine")
         with pytest.raises(ValueError, match="expected a draft model, got the drafter"):
             Engine(model, PromptLookupDrafter(1, 2), spec="mine")
+    message = "method 'eagle3' needs a draft model; tiny comes with drafts for draft_model, cascade"
+    with pytest.raises(ValueError, match=message):
+        Engine("tiny", spec="eagle3")
 
 
 def test_a_greedy_draft_behind_copies_drafts_for_sampled_requests(model, drafter):
