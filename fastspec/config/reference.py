@@ -15,9 +15,9 @@ _HEAD = """# Options
 <!-- written by `python -m fastspec.config.reference`, not by hand -->
 
 All options of a request, of drafting, of the engine and of the server, with their names in Python
-and on the command line of `fastspec generate` and `fastspec serve`. The defaults are the same
-everywhere, except for a server's `load_format`. An option that the chosen method does not use is
-refused by name.
+and on the command line of `fastspec generate` and `fastspec serve`. These are the defaults in
+Python and of `generate`; [other commands](cli.md#defaults-that-differ-from-python) have some of
+their own. An option that the chosen method does not use is refused by name.
 """
 
 

@@ -282,8 +282,9 @@ class SamplingParams(Options):
         None,
         integer(0, _MOST_LOGPROBS),
         "Return log-probabilities of the prompt's tokens and of this many top tokens.",
-        "They are at temperature 1, without filters. Such a prompt is read in full, even if prefix"
-        " caching has part of it.",
+        "They are from the model's unchanged logits: without biases, penalties, bans, processors,"
+        " temperature and filters. Such a prompt is read in full, even if prefix caching has part"
+        " of it.",
     )
     n: int = option(
         1,
@@ -313,17 +314,18 @@ class SamplingParams(Options):
         "A text or token ids, which the model does not read: greedy output is the same without it,"
         " and sampled output has the same distribution. It is like OpenAI's predicted outputs, and"
         " needs a drafter that copies: prompt_lookup, ngram, suffix, mag, a cascade that ends with"
-        " one, or suffix_tokens, tree_suffix or tree_prompt_lookup beside a draft model. It has at"
-        " most as many tokens as the model has room for.",
+        " MaG or prompt lookup, or suffix_tokens, tree_suffix or tree_prompt_lookup beside a draft"
+        " model. It has at most as many tokens as the model has room for.",
     )
     logits_processors: Sequence[Any] | None = option(
         (),
         Kind("functions of (input_ids, scores)", lambda value: True, _as_processors, None),
         "Functions that change the scores of the next token, like transformers' LogitsProcessor.",
         "Called as processor(input_ids [1, n] int64, scores [1, V] float32) -> scores for each"
-        " verified row, with the tokens before it, drafts included; they run after penalties and"
-        " bans, before temperature and filters. They must depend on nothing else. If one raises,"
-        " only its request ends.",
+        " verified row, with the tokens before it, drafts included. They run after penalties,"
+        " biases, bad_words and min_tokens, and before allowed_token_ids, structured outputs,"
+        " temperature and filters. They must depend on nothing else. If one raises, only its"
+        " request ends.",
     )
 
     def __post_init__(self):

@@ -243,8 +243,8 @@ class SpecConfig(Options):
         "Maximum number of nodes per tree, not counting its root; by default {usual}. Its depth is"
         " K.",
         "Greedy drafts make the tree of the highest cumulative draft probability; sampled drafts"
-        " one of a fixed, balanced shape. suffix and eagle3 draft chains unless a tree option is"
-        " given.",
+        " one of a fixed, balanced shape. In a batch with any sampled drafts, all trees have the"
+        " fixed shape. suffix and eagle3 draft chains unless a tree option is given.",
         usual=16,
     )
     tree_paths: Sequence[Sequence[int]] | None = option(

@@ -23,8 +23,9 @@ class RequestOutput:
         top_logprobs: for each new token, log-probabilities by id of the most probable tokens at its
             position, best first, and of itself; tokens that a filter removes are left out. None if
             not requested.
-        prompt_logprobs: the same for the prompt tokens, ignoring temperature and filters; the first
-            token has None. None if not requested, and for all samples but the first.
+        prompt_logprobs: the same for the prompt tokens, from the model's unchanged logits: without
+            biases, penalties, bans, processors, temperature and filters. The first token has None.
+            None if not requested, and for all samples but the first.
         finish_reason: "stop", "length", "abort" or "error".
         sources: the origin of each token: "draft" (proposed and accepted), "recovered" (drawn after
             a rejection), "bonus" (drawn after full acceptance) or "target" (nothing was proposed).
