@@ -49,10 +49,10 @@ Times are medians in microseconds. The columns:
   marks wall-clock times, launches included."""
 MEANING_OF_ENGINE = """\
 Microseconds per token, while each of B sequences advances by one. Reading prompts is not counted.
-Records of commit 508c8ad98703 and earlier include the draft model's reading of prompts and the
-capture of graphs of new sizes ([times of a round without both](kernels.md#a-fourth-run)).
-**floor**: one read of the target's weights. All weights are random, so draft tokens are accepted by
-the toss of a coin; a pass then yields several tokens."""
+Records of commit 508c8ad and earlier include the draft model's reading of prompts and the capture
+of graphs of new sizes ([times of a round without both](kernels.md#a-fourth-run)). **floor**: one
+read of the target's weights. All weights are random, so draft tokens are accepted by the toss of a
+coin; a pass then yields several tokens."""
 
 
 def read_lines(path: Path) -> list[dict]:
@@ -138,21 +138,20 @@ def op_table(records: list[dict]) -> str:
                 over_goal(record),
                 over_predicted(record),
                 *(ratio(record, name) for name in peers),
-                str(record.get("commit"))[:7],
+                commit_of(record),
             )
         )
     return "\n".join(lines)
 
 
 def engine_table(records: list[dict]) -> str:
-    lines = table_head("method", "B", "context", "time", "floor", "ours/floor", "tokens per pass")
+    head = ("method", "B", "context", "time", "floor", "ours/floor", "tokens per pass", "commit")
+    lines = table_head(*head)
     for record in records:
         numbers = (record[name] for name in ("median_us", "floor_us", "ratio_to_floor"))
-        texts = (f"{number:.4g}" for number in numbers)
-        passes = f"{record['tokens_per_pass']:.3g}"
-        lines.append(
-            table_row(record["backend"], *map(str, record["shape"].values()), *texts, passes)
-        )
+        cells = [record["backend"], *map(str, record["shape"].values())]
+        cells += (f"{number:.4g}" for number in numbers)
+        lines.append(table_row(*cells, f"{record['tokens_per_pass']:.3g}", commit_of(record)))
     return "\n".join(lines)
 
 
@@ -164,6 +163,10 @@ def breakdown_table(records: list[dict]) -> str:
         kernels = ", ".join(f"{name} {time}" for name, time in record["us"].items())
         lines.append(table_row(record["op"], sizes, record["backend"], kernels))
     return "\n".join(lines)
+
+
+def commit_of(record: dict) -> str:
+    return str(record.get("commit"))[:7]
 
 
 def over_goal(record: dict) -> str:
