@@ -69,7 +69,8 @@ training files, or the most frequent token of all if none ever follows it.
 
 {prompts} prompts, up to {max_new_tokens} new tokens, a chain of {num_speculative_tokens} tokens,
 bf16-rounded weights, fp32 arithmetic. The acceptance rate is accepted / proposed; the acceptance
-length is tokens per target step.
+length is tokens per target step. At temperature 1 each row draws anew which tokens are accepted, so
+`all` is not the mean of the other two rows.
 
 | prompts | temperature | acceptance rate | mean acceptance length |
 | --- | --- | --- | --- |
