@@ -96,11 +96,11 @@ def decoder_layers(
     Sums and intermediate results are float32 (reference: float64); queries, keys, values and the
     output of attention have the dtype of the cache, and on processors that multiply bfloat16 so do
     the inputs of products with bfloat16 weights; those of packed weights are quantized as in
-    `quantized_linear`. A row's bits do not depend on the other rows. "triton" rounds the outputs of
-    products to the dtype of the weights, and leaves products of more than 16 rows, and those in
-    float32, to torch, whose bits may depend on the number of rows. Torch multiplies by query, key
-    and value weights at once, and by gate and up weights, if these lie next to each other in one
-    allocation, in this order. No host synchronisation.
+    `quantized_linear`. In chains a row's bits do not depend on the other rows. "triton" rounds the
+    outputs of products to the dtype of the weights, and leaves products of more than 16 rows, and
+    those in float32, to torch, whose bits may depend on the number of rows. Torch multiplies by
+    query, key and value weights at once, and by gate and up weights, if these lie next to each
+    other in one allocation, in this order. No host synchronisation.
     """
     first_of("layers", layers, LayerWeights)
     cache: Tensor = first_of("key_caches", key_caches, Tensor)
