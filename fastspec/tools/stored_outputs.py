@@ -133,9 +133,16 @@ def stored_record(
     params: SamplingParams,
     max_model_len: int,
     drafting: dict[str, Any] | None = None,
+    decoder_start_id: int | None = None,
 ) -> dict:
-    """A finished request as a line of a .jsonl file that `read_outputs` reads."""
-    room = max_model_len - len(output.prompt_token_ids)
+    """A finished request as a line of a .jsonl file that `read_outputs` reads.
+
+    Args:
+        decoder_start_id: of a target that is an encoder-decoder: its decoder's text begins with
+            this token instead of the prompt.
+    """
+    num_before = len(output.prompt_token_ids) if decoder_start_id is None else 1
+    room = max_model_len - num_before
     return {
         "prompt_token_ids": list(output.prompt_token_ids),
         "token_ids": list(output.token_ids),

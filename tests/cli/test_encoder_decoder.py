@@ -33,6 +33,16 @@ def test_generate(invoke, folders):
         assert sum(record["stats"]["num_draft_tokens"] for record in drafted) > 0
 
 
+def test_stored_outputs_have_the_limit_of_the_run(invoke, folders, tmp_path):
+    file, prompt = tmp_path / "run.jsonl", "a house " * 5
+    limits = ["--max-model-len", "64", "--max-tokens", "60", "--temperature", "0", "--ignore-eos"]
+    given = ["--prompt", prompt, "--save-outputs", file]
+    records(invoke("generate", "--json", *folders, *limits, *given))
+    (stored,) = map(json.loads, file.read_text(encoding="utf-8").splitlines())
+    assert len(stored["prompt_token_ids"]) > 64 - 60
+    assert len(stored["token_ids"]) == stored["max_tokens"] == 60
+
+
 @pytest.mark.parametrize("method", ["draft_model", "prompt_lookup"])
 def test_bench_against_hugging_face(invoke, folders, method, tmp_path):
     (tmp_path / "prompts.txt").write_text("a b c a b c\nhouse\n", encoding="utf-8")

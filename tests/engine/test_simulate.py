@@ -31,7 +31,8 @@ SAMPLED = SamplingParams(temperature=0.9, top_k=2, top_p=0.95, seed=11, max_toke
 def stored_run(engine, params, path):
     """A live run, written to a file and read again."""
     lives = engine.generate(PROMPTS, params)
-    records = [stored_record(live, params, engine.max_model_len) for live in lives]
+    of_run = params, engine.max_model_len, None, engine.decoder_start_id
+    records = [stored_record(live, *of_run) for live in lives]
     write_whole("".join(json.dumps(record) + "\n" for record in records), path)
     return lives, read_outputs(path)
 
@@ -232,6 +233,18 @@ def test_joined_ids(tmp_path):
     file.write_text('{"1_2_3": "0_4_5", "9": "0_7"}', encoding="utf-8")
     outputs = read_outputs(file, decoder_start_id=0)
     assert [(o.prompt, o.token_ids) for o in outputs] == expected
+
+
+@pytest.mark.parametrize("most", [60, None])
+def test_a_prompt_takes_no_room_of_an_encoder_decoders_text(tmp_path, most):
+    """Its own limit is stored: all positions but that of the start token."""
+    engine = Engine(random_t5(), spec="prompt_lookup", config=EngineConfig(max_model_len=64))
+    params = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True)
+    lives, outputs = stored_run(engine, params, tmp_path / "run.jsonl")
+    assert max(map(len, PROMPTS)) > 64 // 2
+    for live, output in zip(lives, outputs, strict=True):
+        assert len(live.token_ids) == output.params.max_tokens == (most or 63)
+        assert (output.token_ids, output.end) == (list(live.token_ids), "length")
 
 
 @pytest.mark.parametrize("name", ["decoder", "encoder-decoder"])
