@@ -150,9 +150,10 @@ def params_of(
         raise ValueError(
             f"generation_config: {name}, {given[name]}, leaves no room after {num_given} tokens"
         )
-    if given.get("stop_strings") and (given.get("min_new_tokens") or given.get("min_length")):
+    # As in `generate`, min_new_tokens counts alone, whichever of the two configs has it.
+    least = given.get("min_new_tokens", max(0, given.get("min_length", 0) - num_given))
+    if given.get("stop_strings") and least > 0:
         raise ValueError("generation_config: stop_strings are not supported with a minimum length")
-    least = max(given.get("min_new_tokens", 0), given.get("min_length", 0) - num_given)
     fields: dict[str, Any] = {"temperature": 0}
     if given.get("do_sample"):
         fields = {

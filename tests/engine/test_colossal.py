@@ -121,6 +121,33 @@ def test_the_models_generation_config_sets_what_is_left_open():
         engine.generate([prompt], generation_config=config)
 
 
+LEAST = {
+    "one alone": ({}, {"min_length": 14}),
+    "together": ({}, {"min_length": 14, "min_new_tokens": 3}),
+    "zero": ({}, {"min_length": 14, "min_new_tokens": 0}),
+    "the model's length": ({"min_length": 14}, {"min_new_tokens": 3}),
+    "the model's number": ({"min_new_tokens": 3}, {"min_length": 14}),
+}
+
+
+@pytest.mark.parametrize(("of_model", "own"), LEAST.values(), ids=LEAST)
+def test_min_new_tokens_takes_precedence_over_min_length(of_model, own):
+    """As in `generate`, whichever of the two configs has them."""
+    model, prompt = random_model("llama"), [1, 2, 3]
+    plain = hugging_face_greedy(model, prompt, 16)
+    config = GenerationConfig(max_new_tokens=16, pad_token_id=0, eos_token_id=plain[5], **own)
+    for name, value in of_model.items():
+        setattr(model.generation_config, name, value)
+    mask = torch.ones(1, 3, dtype=torch.long)
+    expected = model.generate(
+        torch.tensor([prompt]), attention_mask=mask, generation_config=copy(config)
+    )
+    (output,) = Engine(model).generate([prompt], generation_config=config)
+    assert [*prompt, *output.token_ids] == expected[0].tolist()
+    is_short = "min_new_tokens" in of_model | own
+    assert (len(output.token_ids) == plain.index(plain[5]) + 1) is is_short
+
+
 def with_no_new_tokens():
     """What its constructor refuses, but an assignment does not."""
     config = GenerationConfig()
