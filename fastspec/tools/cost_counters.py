@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from fastspec.config.checks import require, require_one_of
 from fastspec.config.methods import BUILT_IN
 
-# One pass of each model, by the part of its name that stands between other signs.
+# One pass of each model, by the part of its name that stands between other signs. In a name with a
+# number of parameters, such as 67b, the other parts say nothing of its size.
 COSTS: Mapping[str, Mapping[str, float]] = {
     # Millions of parameters. The published table counts 70000 for a LLaMA of 7 billion, which makes
     # its drafts look ten times cheaper; it is 7000 here.
@@ -48,9 +49,9 @@ def pass_cost(model: str, counter_version: CostTable = "model_parameters") -> fl
         require_one_of("model", model, counter_version)
         return float(counter_version[model])
     table = COSTS[counter_version]
-    parts = [part for part in re.findall(r"llama-\d+m|[a-z0-9]+", model.lower()) if part in table]
-    has_size = re.search(r"\d[mb](?![a-z0-9])", model.lower())
-    part = next((part for part in parts if part != "llama" or not has_size), None)
+    parts = re.findall(r"llama-\d+m(?![a-z0-9])|[a-z0-9]+(?:\.\d[a-z0-9]*)*", model.lower())
+    sizes = [part for part in parts if re.search(r"\d[mb]$", part)]
+    part = next((part for part in sizes or parts if part in table), None)
     if part is None:
         known = f"has no cost for {model!r}, only for {[*table]}"
         raise ValueError(f"counter_version: {counter_version} {known}")

@@ -113,6 +113,8 @@ def test_throughput():
         ("llama", 7000),
         ("LLaMA-chat", 7000),
         ("meta-llama/Llama-2-7b-hf", 7000),
+        ("deepseek-llm-7b-base", 7000),
+        ("Qwen2.5-7B", 7000),
         ("mag", 0),
     ],
 )
@@ -148,6 +150,11 @@ def test_swi_equals_its_formula():
         (lambda: cost_counters.pass_cost("llama-27b"), "llama-27b"),
         (lambda: cost_counters.pass_cost("Llama-3.2-1B"), "1B"),
         (lambda: cost_counters.pass_cost("llama-2-13b-hf"), "13b"),
+        *(
+            (lambda model=model: cost_counters.pass_cost(model), f"no cost for '{model}'")
+            for model in ("deepseek-llm-67b-base", "Llama-2-13b-base", "opt-13b-large")
+        ),
+        (lambda: cost_counters.pass_cost("SmolLM2-1.7B"), "1.7B"),
         (lambda: cost_counters.pass_cost("llama-7b", "previous_work"), "previous_work"),
         (lambda: cost_counters.pass_cost("llama-7b", "guess"), "counter_version"),
         (lambda: cost_counters.pass_cost("b", {"a": 1.0}), "model"),
