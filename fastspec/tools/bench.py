@@ -190,7 +190,8 @@ def swi(
     Args:
         stats: counters of the runs.
         target_cost: of one pass, in any unit, such as parameters.
-        draft_costs: of one pass of each draft model; for a cascade's several models, in its order.
+        draft_costs: of one pass of each draft model; for a cascade's several models, in its order;
+            for early exit, of one through the target's first layers.
         names: of these models in the counters; by default draft_model_1 and so on.
     """
     passes = {**stats.num_draft_passes, "target": stats.num_steps}

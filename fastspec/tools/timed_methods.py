@@ -52,7 +52,8 @@ class Methods:
         settings: number of tokens, whether Hugging Face's run at all, and K of a cascade's draft
             models by themselves.
         costs: of one pass of the target and of each draft model, for the SWI; by default their
-            parameter counts.
+            parameter counts. With early exit one is added: the target's times the share of its
+            layers that draft, so the head, which each pass runs whole, counts by the same share.
     Attributes:
         target, tokenizer, drafts: the loaded models.
         parts: of a cascade, by name.
@@ -123,7 +124,11 @@ class Methods:
         if spec.synthetic_acceptance_rate is not None:
             self.uncompared.add("speculative")
         self.levels = _level_names(self.drafts)
-        self.costs = costs or [model.num_parameters() for model in (self.target, *self.drafts)]
+        own_costs = [model.num_parameters() for model in (self.target, *self.drafts)]
+        self.costs: list[float] = list(costs or own_costs)
+        if spec.exit_layer is not None:
+            num_layers = self.target.config.get_text_config(decoder=True).num_hidden_layers
+            self.costs.append(self.costs[0] * spec.exit_layer / num_layers)
         self._generate = cast(Any, self.target).generate  # only generative classes have it
         self._num_speculative_tokens = spec.num_draft_tokens()
         self._num_assistant_tokens = spec.num_model_tokens()  # the peers copy nothing

@@ -258,6 +258,9 @@ def test_bench_of_early_exit(invoke, bundled, model_folders, tmp_path, monkeypat
     assert not any("prompt_lookup_num_tokens" in call for call in calls)
     record = json.loads(out.read_text(encoding="utf-8"))
     assert (record["exit_layer"], record["verified"]) == (1, True)
+    parameters = record["target"]["parameters"]
+    assert record["pass_costs"] == [parameters, parameters / 2]  # one layer of two
+    assert 0 < record["results"][0]["swi"] < record["results"][0]["mean_acceptance_length"]
     folder = tmp_path / "gpt_neox"
     random_model("gpt_neox", max_position_embeddings=256).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
