@@ -49,6 +49,8 @@ class Methods:
         target, drafts: names of the models.
         spec: how ours drafts; with a draft model whose text ours re-encodes, theirs uses universal
             assisted generation.
+        config: of ours; without its prefix caching, as each prompt is read again in every run by
+            Hugging Face's methods.
         settings: number of tokens, whether Hugging Face's run at all, and K of a cascade's draft
             models by themselves.
         costs: of one pass of the target and of each draft model, for the SWI; by default their
@@ -76,6 +78,7 @@ class Methods:
         settings: BenchConfig,
         costs: Sequence[float] | None = None,
     ):
+        config = replace(config, prefix_caching=False)
         self.max_tokens, self._peers = settings.max_tokens, settings.peers
         self._names = [Path(name).name for name in (target, *drafts)]
         method, spec = method_named(spec.method), spec.for_repeated_prompts()

@@ -135,7 +135,8 @@ class Planner:
         prompts: texts or ids, one or more.
         max_tokens: new tokens per prompt.
         temperature: of the runs; acceptance rates at 0 differ from those above it.
-        config: device, dtype and cache.
+        config: device, dtype and cache; without its prefix caching, as prompts are repeated and
+            reading them is part of what is measured.
         advance: called after each prompt of a run.
     """
 
@@ -152,7 +153,7 @@ class Planner:
         self._target = target
         self._tokenizer = tokenizer
         self._prompts, self._advance = prompts, advance
-        self._config = replace(config, max_batch_size=1)
+        self._config = replace(config, max_batch_size=1, prefix_caching=False)
         self.max_tokens = max_tokens
         self._params = SamplingParams(
             temperature=temperature, seed=0, max_tokens=max_tokens, ignore_eos=True

@@ -10,10 +10,11 @@ import typer
 
 import fastspec
 from benchmarks.report import smollm2
-from fastspec import Engine
+from fastspec import Engine, EngineConfig, SpecConfig
 from fastspec.cli import app
 from fastspec.cli.display import counted
 from fastspec.tools.bench import ACCEPTANCE
+from fastspec.tools.settings import BenchConfig
 from fastspec.tools.timed_methods import Methods
 
 from ..models import byte_tokenizer, random_model
@@ -239,6 +240,17 @@ def test_a_peer_that_fails_is_left_out(invoke, bundled, model_folders, tmp_path)
     record = json.loads(out.read_text(encoding="utf-8"))
     assert {"plain", "speculative", "hf_generate"} <= {*record["results"][0]["tokens_per_s"]}
     assert "hf_assisted" not in record["results"][0]["tokens_per_s"]
+
+
+def test_bench_reads_each_prompt_in_every_run(model_folders):
+    """As Hugging Face's methods do, also if the config caches prefixes."""
+    config = EngineConfig(prefix_caching=True, block_size=4)
+    settings = BenchConfig(max_tokens=4, peers=False)
+    names = str(model_folders["target"]), [str(model_folders["draft"])]
+    methods = Methods(*names, SpecConfig("draft_model", 2), config, settings)
+    for decode in [*methods.by_name().values()] * 2:
+        decode(list(range(5, 40)), 0.0, 0)
+        assert methods.last_stats.num_cached_prompt_tokens == 0
 
 
 def test_bench_of_early_exit(invoke, bundled, model_folders, tmp_path, monkeypatch):

@@ -184,6 +184,21 @@ def test_a_plan_is_measured(model):
     assert len(heard) == 4
 
 
+def test_no_prompt_is_taken_from_a_cache(model, monkeypatch):
+    """Each of its runs reads the prompt again, also if the config caches prefixes."""
+    engines, make = [], Planner._engine
+    monkeypatch.setattr(
+        Planner, "_engine", lambda *given: engines.append(made := make(*given)) or made
+    )
+    config = EngineConfig(prefix_caching=True, block_size=4)
+    planner = Planner(model, None, [list(range(5, 40))], 24, config=config)
+    spec = SpecConfig("prompt_lookup", 1)
+    planner.measure(spec, None)
+    planner.confirm(Plan(spec, 1.0), None, 2)
+    assert len(engines) == 3
+    assert [engine.stats.num_cached_prompt_tokens for engine in engines] == [0, 0, 0]
+
+
 def test_too_few_tokens(model):
     planner = Planner(model, None, PROMPTS, max_tokens=6)
     with pytest.raises(ValueError, match="max_tokens: 6 is too few"):
