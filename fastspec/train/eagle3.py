@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from fastspec.config.checks import require
+from fastspec.config.files import write_whole
 from fastspec.drafters.eagle3.loading import save_eagle3
 from fastspec.drafters.eagle3.model import Eagle3Draft, EagleConfig, usual_layers
 from fastspec.models.reduced_vocabulary import reduced_rows
@@ -371,7 +372,7 @@ def train_eagle3(
     record = trainer.record | measure_acceptance(
         draft, target, teacher, places, trainer.num_steps + 1
     )
-    (out / "record.json").write_text(json.dumps(record, indent=1) + "\n")
+    write_whole(json.dumps(record, indent=1) + "\n", out / "record.json")
     save_eagle3(draft, out)
     file.unlink()
     return record

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.checks import require
+from fastspec.config.files import write_whole
 from fastspec.drafters.glide import GlideLlamaForCausalLM
 from fastspec.engine.engine import Engine
 from fastspec.models.reduced_vocabulary import ReducedHead, save_reduced
@@ -103,5 +104,5 @@ def report_acceptance(
     }
     path = out / "record.json"
     record = json.loads(path.read_text()) | report
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    write_whole(json.dumps(record, indent=1) + "\n", path)
     return report

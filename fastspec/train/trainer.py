@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from fastspec.config.checks import require
+from fastspec.config.files import write_whole
 from fastspec.drafters.glide.model import GlideLlamaForCausalLM
 from fastspec.train.distillation import DistillationLoss
 from fastspec.train.glide_data import Lesson, Teacher, describe_target
@@ -275,4 +276,4 @@ class DraftTrainer:
         }
         torch.save(state, self.folder / "checkpoint.tmp")
         (self.folder / "checkpoint.tmp").replace(_checkpoint_in(self.folder))
-        (self.folder / "record.json").write_text(json.dumps(self.record, indent=1) + "\n")
+        write_whole(json.dumps(self.record, indent=1) + "\n", self.folder / "record.json")
