@@ -1,9 +1,10 @@
-"""Tiny random models of many architectures, and a byte-level tokenizer, for tests."""
+"""Tiny random models of many architectures, and tokenizers of two kinds, for tests."""
 
 from copy import deepcopy
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
@@ -189,3 +190,19 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
     fast.add_special_tokens({"eos_token": "<|end|>"})
     return fast
+
+
+def sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
+    """Words after a space, and bytes, as Llama 2 has them; ids 0 and 1 begin and end a text."""
+    space = "\u2581"
+    words = [space, space * 2, "a", "b", ",", f"{space}a", "ab", f"{space}ab", "\u65e5"]
+    tokens = ["<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    vocab = {token: index for index, token in enumerate(tokens)}
+    merges = [(space, space), (space, "a"), ("a", "b"), (space, "ab")]
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True))
+    in_front, spaces = normalizers.Prepend(space), normalizers.Replace(" ", space)
+    tokenizer.normalizer = normalizers.Sequence([in_front, spaces])
+    steps = [decoders.Replace(space, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+    tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")

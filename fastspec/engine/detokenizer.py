@@ -1,5 +1,6 @@
 """Incremental decoding of tokens to text, with stop strings found at the completing token."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -8,11 +9,15 @@ from transformers import PreTrainedTokenizerBase
 _INCOMPLETE = "\ufffd"
 _MOST_PENDING = 8  # tokens without a complete character before some are decoded regardless
 _CUTS = (3, 4, 5, 6)  # tokens that may still belong to a character, from the end
+_MOST_CONTEXT = 8  # last tokens of a prompt among which its last character is looked for
 
 
 @dataclass(eq=False)
 class Detokenizer:
     """Decodes token by token, holding back partial characters and possible stop strings.
+
+    The text is what follows the prompt's. Decoders drop the first space of what they decode, so the
+    prompt's last tokens are decoded with the first new ones.
 
     Decoding a window that starts a few tokens back keeps the tokenizer's context-dependent spacing
     right without decoding everything again. The window is bounded: tokens that never complete a
@@ -23,6 +28,7 @@ class Detokenizer:
         keeps_stop: whether the text includes the stop string that ended it.
         skips_special: whether to omit special tokens from the text.
         min_tokens: number of tokens before stop strings take effect.
+        prompt_ids: what the decoder reads before the new tokens.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -30,21 +36,25 @@ class Detokenizer:
     keeps_stop: bool = False
     skips_special: bool = True
     min_tokens: int = 0
+    prompt_ids: Sequence[int] = ()
 
     def __post_init__(self):
         self.text = ""
         self.stopped = False
         self._hold = max((len(s) for s in self.stop), default=1) - 1
         self._num_left = self.min_tokens
-        self._window: list[int] = []  # the last ids
-        self._num_read = 0  # how many of them have their text in self.text
+        self._window = self._context()  # the last ids
+        self._num_read = len(self._window)  # how many have their text in the prompt or self.text
         self._num_streamed = 0
 
     def push(self, token_id: int) -> None:
         """Add one token; sets `stopped` when its text completes a stop string."""
         self._window.append(token_id)
         self._num_left -= 1
-        known, extended = self._decode(self._num_read), self._decode(len(self._window))
+        known, extended = self._decode(self._window[: self._num_read]), self._decode(self._window)
+        if not extended.startswith(known):  # bytes that break the characters before them
+            del self._window[: self._num_read]
+            self._num_read, known, extended = 0, "", self._decode(self._window)
         piece = extended[len(known) :]
         if (piece and not piece.endswith(_INCOMPLETE)) or (
             self.stop and self._find_stop(piece.rstrip(_INCOMPLETE))
@@ -56,8 +66,8 @@ class Detokenizer:
     def finish(self) -> None:
         """Add the text of an incomplete last character."""
         if not self.stopped:
-            known, extended = self._decode(self._num_read), self._decode(len(self._window))
-            self._append(extended[len(known) :], len(self._window))
+            known = self._decode(self._window[: self._num_read])
+            self._append(self._decode(self._window)[len(known) :], len(self._window))
 
     def take(self, final: bool = False) -> str:
         """Return new text that is safe to show; `final` includes text held back so far."""
@@ -67,6 +77,20 @@ class Detokenizer:
         piece = self.text[self._num_streamed : end]
         self._num_streamed = end
         return piece
+
+    def _context(self) -> list[int]:
+        """Return the fewest of the prompt's last ids that have text, up to a whole character.
+
+        A decoder drops spaces after skipped special tokens as at the start. An incomplete character
+        is left out, because tokens that complete it would have no text of their own.
+        """
+        last = [*self.prompt_ids[-_MOST_CONTEXT:]]
+        for end in range(len(last), 0, -1):
+            for start in range(end - 1, -1, -1):
+                text = self._decode(last[start:end])
+                if (text or start == 0) and not text.endswith(_INCOMPLETE):
+                    return last[start:end]
+        return []
 
     def _append(self, piece: str, num_read: int) -> None:
         """Append a piece, the window's new text up to `num_read`; its ids stay as context."""
@@ -94,7 +118,7 @@ class Detokenizer:
         A cut inside a character shows, because its first bytes decode differently on their own.
         """
         cuts = [len(self._window) - back for back in _CUTS]
-        texts = {cut: self._decode(cut) for cut in cuts}
+        texts = {cut: self._decode(self._window[:cut]) for cut in cuts}
         cut = next((c for c in cuts if extended.startswith(texts[c])), cuts[0])
         piece = texts[cut][len(known) :]
         if piece:
@@ -102,7 +126,5 @@ class Detokenizer:
         else:  # tokens without text; those before them still determine spacing
             del self._window[self._num_read : cut]
 
-    def _decode(self, num: int) -> str:
-        """Decode the first `num` ids of the window."""
-        ids, skips = self._window[:num], self.skips_special
-        return cast(str, self.tokenizer.decode(ids, skip_special_tokens=skips))
+    def _decode(self, ids: list[int]) -> str:
+        return cast(str, self.tokenizer.decode(ids, skip_special_tokens=self.skips_special))

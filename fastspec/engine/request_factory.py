@@ -120,7 +120,7 @@ class RequestFactory:
                 seed=sample_seed(seed, index),
                 stop_ids=stop_ids,
                 max_len=min(len(token_ids) + most, self.reader.max_model_len),
-                detokenizer=self._detokenizer(params),
+                detokenizer=self._detokenizer(params, token_ids),
                 encoder_input=encoder_input,
                 rereads_above=self.rereads_above,
                 rules=self._rules(params, token_ids, stop_ids, grammar and grammar.copy()),
@@ -141,12 +141,12 @@ class RequestFactory:
             raise ValueError(f"prediction: has {len(ids)} tokens; the limit is {most}")
         return ids
 
-    def _detokenizer(self, params: SamplingParams) -> Detokenizer | None:
+    def _detokenizer(self, params: SamplingParams, token_ids: list[int]) -> Detokenizer | None:
         if self._tokenizer is None:
             return None
         keeps_stop, skips_special = params.include_stop_str_in_output, params.skip_special_tokens
         options = tuple(params.stop or ()), keeps_stop, skips_special, params.min_tokens
-        return Detokenizer(self._tokenizer, *options)
+        return Detokenizer(self._tokenizer, *options, token_ids)
 
     def _rules(
         self,
