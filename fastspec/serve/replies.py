@@ -81,6 +81,28 @@ class _Prompt(NamedTuple):
 _NO_PROMPT = _Prompt("", (), (), ())
 
 
+class _Offsets:
+    """Counts the characters before tokens.
+
+    Args:
+        start: place in the returned text where the tokens begin.
+        num_left_out: characters at the beginning of the tokens that the text lacks.
+    """
+
+    def __init__(self, start: int, num_left_out: int):
+        self._start, self._length = start, start - num_left_out
+        self._decoder = _UTF8(errors="replace")
+
+    def following(self, tokens: Iterable[bytes]) -> list[int]:
+        """Where each of the next tokens begins."""
+        offsets = []
+        for own in tokens:
+            offset = self._length + _num_broken(self._decoder.getstate()[0], own)
+            offsets.append(max(self._start, offset))
+            self._length += len(self._decoder.decode(own))
+        return offsets
+
+
 class ReplyBuilder:
     """One response, whole or in chunks: a chunk has one token, so clients can count them.
 
@@ -116,8 +138,7 @@ class ReplyBuilder:
         }
         self._chunk_head = self._head | {"object": f"{kind}.chunk" if is_chat else kind}
         self._num_new: Counter[int] = Counter()  # tokens of each choice
-        self._offsets: dict[int, int] = {}  # of the next token, by the index of its choice
-        self._decoders: dict[int, codecs.IncrementalDecoder] = {}  # of its bytes
+        self._offsets: dict[int, _Offsets] = {}  # by the index of the choice
         self._outputs: list[tuple[int, RequestOutput]] = []
 
     def chunks(self, events: Sequence[StreamEvent]) -> bytes:
@@ -174,10 +195,11 @@ class ReplyBuilder:
             choice["text"] = event.text
         if event.logprob is not None:
             tops = None if event.top_logprobs is None else [event.top_logprobs]
-            choice["logprobs"] = self._logprobs(index, event.token_ids, [event.logprob], tops)
+            values = event.token_ids, [event.logprob], tops
+            choice["logprobs"] = self._logprobs(index, *values, event.text)
         if event.token_ids:
             choice |= self._writers(event.token_ids, [event.source], [event.drafter])
-        self._offsets.setdefault(index, 0)
+        self._offsets.setdefault(index, _Offsets(0, 0))
         chunk = {**self._chunk_head, "choices": [choice]}
         if self._asked.running_usage:
             self._num_new[index] += len(event.token_ids)
@@ -191,7 +213,7 @@ class ReplyBuilder:
         if self._is_chat:
             choice["message"] = {"role": "assistant", "content": output.text}
         else:
-            choice["text"] = prompt.text + self._gap(prompt, output) + output.text
+            choice["text"] = prompt.text + output.text
         if output.logprobs is not None:
             tops = output.top_logprobs
             choice["logprobs"] = self._logprobs(
@@ -199,27 +221,22 @@ class ReplyBuilder:
                 [*prompt.token_ids, *output.token_ids],
                 [*prompt.logprobs, *output.logprobs],
                 None if tops is None else [*prompt.top_logprobs, *tops],
+                output.text,
+                prompt,
             )
         return choice | self._writers(output.token_ids, output.sources, output.drafters)
-
-    def _gap(self, prompt: _Prompt, output: RequestOutput) -> str:
-        """The space of the first new token, which decoders drop where a text begins."""
-        first = self._decode(output.token_ids[0])[0] if prompt.text and output.token_ids else ""
-        return " " if first.startswith(" ") and not output.text.startswith(" ") else ""
 
     def _prompt(self, index: int) -> _Prompt:
         """What an echo adds to a choice; of several texts of a prompt the first has its numbers."""
         place, n = index // self._asked.params.n, self._asked.params.n
         (first,) = (output for number, output in self._outputs if number == place * n)
-        token_ids, given = first.prompt_token_ids, self._asked.prompts[place]
-        if not isinstance(given, str):
-            given = b"".join(self._decode(token_id)[1] for token_id in token_ids).decode(
-                errors="replace"
-            )
+        token_ids, text = first.prompt_token_ids, self._asked.prompts[place]
+        if not isinstance(text, str):
+            text = _written(self._decode(token_id)[1] for token_id in token_ids)
         tops = first.prompt_logprobs or [None] * len(token_ids)
         pairs = zip(token_ids, tops, strict=True)
         logprobs = [None if top is None else top[token_id] for token_id, top in pairs]
-        return _Prompt(given, token_ids, logprobs, tops)
+        return _Prompt(text, token_ids, logprobs, tops)
 
     def _choice(self, index: int, output: RequestOutput | None) -> dict[str, Any]:
         reason = None if output is None else output.finish_reason
@@ -235,10 +252,16 @@ class ReplyBuilder:
         token_ids: Sequence[int],
         logprobs: Sequence[float | None],
         tops: Sequence[Mapping[int, float] | None] | None,
+        text: str,
+        prompt: _Prompt = _NO_PROMPT,
     ) -> dict[str, Any]:
         """Log-probabilities of a choice's next tokens; an offset counts the text before a token.
 
         The first token of a prompt has none.
+
+        Args:
+            text: how the new tokens are shown, as far as no stop string may follow.
+            prompt: what token_ids begin with.
         """
         tokens = [self._decode(token_id) for token_id in token_ids]
         values = [_finite(logprob) for logprob in logprobs]
@@ -253,12 +276,6 @@ class ReplyBuilder:
             rows = zip(tokens, values, lists, strict=True)
             content = [{**_token(token, v), "top_logprobs": each} for token, v, each in rows]
             return {"content": content, "refusal": None}
-        decoder = self._decoders.setdefault(index, _UTF8(errors="replace"))
-        length, offsets = self._offsets.get(index, 0), []
-        for _, own in tokens:
-            offsets.append(length + _num_broken(decoder.getstate()[0], own))
-            length += len(decoder.decode(own))
-        self._offsets[index] = length
         return {
             "tokens": [text for text, _ in tokens],
             "token_logprobs": values,
@@ -267,8 +284,22 @@ class ReplyBuilder:
                 {text: value for (text, _), value in reversed(pairs)} or None for pairs in best
             ]
             or None,
-            "text_offset": offsets,
+            "text_offset": self._text_offsets(index, [own for _, own in tokens], text, prompt),
         }
+
+    def _text_offsets(
+        self, index: int, tokens: Sequence[bytes], text: str, prompt: _Prompt
+    ) -> list[int]:
+        """Where a choice's next tokens begin in its text; arguments as those of `_logprobs`."""
+        num_given, length = len(prompt.token_ids), len(prompt.text)
+        given, new = tokens[:num_given], tokens[num_given:]
+        # Tokenizers put a special token and a space in front of a prompt, which its text lacks.
+        places = _Offsets(0, max(0, _written(given).rfind(prompt.text))).following(given)
+        if index not in self._offsets:  # a decoder drops the first space if no text comes before
+            is_shown = text.strip() or not self._asked.params.stop  # else it may be held back
+            num_dropped = _num_spaces(_written(new)) - _num_spaces(text) if is_shown else 0
+            self._offsets[index] = _Offsets(length, max(0, num_dropped))
+        return [*(min(at, length) for at in places), *self._offsets[index].following(new)]
 
     def _usage(self) -> dict[str, Any]:
         firsts = [output for _, output in self._outputs if output.index == 0]
@@ -292,8 +323,8 @@ def token_text(tokenizer: PreTrainedTokenizerBase | None, token_id: int) -> tupl
     if tokenizer is None:
         return str(token_id), str(token_id).encode()
     text, piece = str(tokenizer.decode([token_id])), str(tokenizer.convert_ids_to_tokens(token_id))
-    if piece.startswith(_SPACE) and not text.startswith(" "):
-        text = " " + text
+    num_spaces = len(piece) - len(piece.lstrip(_SPACE))
+    text = " " * (num_spaces - _num_spaces(text)) + text
     if _INCOMPLETE not in text:
         return text, text.encode()
     if found := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", piece):
@@ -303,6 +334,15 @@ def token_text(tokenizer: PreTrainedTokenizerBase | None, token_id: int) -> tupl
             return text, text.encode()
         own = bytes(map(BYTE_OF.__getitem__, piece))
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in own), own
+
+
+def _written(tokens: Iterable[bytes]) -> str:
+    return b"".join(tokens).decode(errors="replace")
+
+
+def _num_spaces(text: str) -> int:
+    """Spaces at the beginning."""
+    return len(text) - len(text.lstrip(" "))
 
 
 def _finite(logprob: float | None) -> float | None:

@@ -1,12 +1,12 @@
 """Log-probabilities in OpenAI's form, and prompts that are given back with theirs."""
 
-from types import SimpleNamespace
-
+import openai
 import pytest
 
-from fastspec.serve.replies import ReplyBuilder
+from fastspec import Engine
 
-from .helpers import PROMPT, complete, converse, generated
+from ..models import random_model, sentencepiece_tokenizer
+from .helpers import PROMPT, complete, converse, generated, serving
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -89,12 +89,50 @@ def test_echoes_of_several_texts_and_prompts(client, engine):
     assert (choice.text, choice.logprobs) == (wanted[0], None)
 
 
-@pytest.mark.parametrize(
-    ("first", "text", "gap"), [(" a", "a b", " "), (" a", " a", ""), ("a", "a", "")]
-)
-def test_a_decoder_that_drops_the_first_space_leaves_a_gap_after_an_echo(first, text, gap):
-    """As those of SentencePiece's tokenizers do, which see only the output."""
-    answer = SimpleNamespace(_decode=lambda token_id: (first, first.encode()))
-    prompt, output = SimpleNamespace(text="x"), SimpleNamespace(token_ids=(1, 2), text=text)
-    assert ReplyBuilder._gap(answer, prompt, output) == gap  # pyright: ignore
-    assert ReplyBuilder._gap(answer, SimpleNamespace(text=""), output) == ""  # pyright: ignore
+@pytest.fixture(scope="module")
+def words_client():
+    """Of a server whose tokenizer puts a special token and a space before a text."""
+    tokenizer = sentencepiece_tokenizer()
+    model = random_model("llama", num_hidden_layers=2, vocab_size=len(tokenizer))
+    with (
+        serving(Engine(model, tokenizer=tokenizer)) as address,
+        openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client
+
+
+FIRST, WORDS = 0, range(258, 267)
+WRITES_WORDS = {"ignore_eos": True, "allowed_token_ids": [*WORDS]}
+SAMPLED = {"temperature": 1.0, "seed": 3, "logprobs": 0, "extra_body": WRITES_WORDS}
+
+
+@pytest.mark.parametrize("prompt", ["a ab,   a", [FIRST, 263, 264], [FIRST], [263, 258], ""])
+def test_offsets_are_places_in_the_text(words_client, prompt):
+    """Of a new token, the space after the prompt is the first character if there is one."""
+    whole = complete(words_client, prompt, **SAMPLED, echo=True).choices[0]
+    plain = complete(words_client, prompt, **SAMPLED).choices[0]
+    streamed = [c.choices[0] for c in complete(words_client, prompt, **SAMPLED, stream=True)]
+    assert "".join(choice.text for choice in streamed) == plain.text
+    assert whole.text.endswith(plain.text)
+    offsets = plain.logprobs.text_offset
+    assert [choice.logprobs.text_offset[0] for choice in streamed] == offsets
+    length = len(whole.text) - len(plain.text)
+    assert whole.logprobs.text_offset[-24:] == [length + offset for offset in offsets]
+    if isinstance(prompt, str):
+        assert whole.text == prompt + plain.text
+        assert whole.logprobs.tokens[0] == "<s>"
+        assert {*whole.logprobs.text_offset[:-24][:2]} == {0}
+    for choice in whole, plain:
+        pairs = [*zip(choice.logprobs.tokens, choice.logprobs.text_offset, strict=True)]
+        ends = [*(offset for _, offset in pairs[1:]), len(choice.text)]
+        for (token, start), end in zip(pairs, ends, strict=True):
+            shown = choice.text[start:end]
+            assert shown == token or (start in (0, length) and token.endswith(shown))
+
+
+def test_a_text_after_no_text_lacks_its_first_space(words_client):
+    only = {**SAMPLED, "max_tokens": 3, "extra_body": {"allowed_token_ids": [263]}}
+    for prompt, text, offsets in (([FIRST], "a a a", [0, 1, 3]), ([263], " a a a", [0, 2, 4])):
+        (choice,) = complete(words_client, prompt, **only).choices
+        assert (choice.text, choice.logprobs.text_offset) == (text, offsets)
+        assert choice.logprobs.tokens == [" a"] * 3

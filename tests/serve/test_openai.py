@@ -458,9 +458,10 @@ def test_another_model_is_not_found(client):
 
 def test_text_of_a_lone_token_keeps_its_space():
     """As SentencePiece's decoders drop it at the start of what they decode."""
-    pieces = {5: "\u2581the", 6: "the"}
+    pieces = {5: "\u2581the", 6: "the", 7: "\u2581\u2581\u2581the"}
     tokenizer = SimpleNamespace(
         decode=lambda ids: "the", convert_ids_to_tokens=lambda token_id: pieces[token_id]
     )
     assert token_text(tokenizer, 5) == (" the", b" the")
     assert token_text(tokenizer, 6) == ("the", b"the")
+    assert token_text(tokenizer, 7) == ("   the", b"   the")
