@@ -8,7 +8,7 @@ import logging
 import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.resources import files
 from ipaddress import ip_address
@@ -373,6 +373,8 @@ class Endpoint:
             num_tokens = engine.drafters[asked.params.drafter]
         decode = cache(partial(token_text, engine.tokenizer))
         generation = await self._open(asked)
+        if asked.echo:
+            asked = replace(asked, prompts=[self.prompts.text_read(each) for each in asked.prompts])
         answer = ReplyBuilder(
             self.kind == "chat", self.model, asked, num_tokens, decode, generation
         )

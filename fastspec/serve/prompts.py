@@ -20,7 +20,7 @@ _SPLITTERS = ("ByteLevel", "Digits", "Punctuation", "Split")  # that keep what t
 class PromptMaker:
     """Makes the ids of requests' prompts, and texts of ids.
 
-    Everything but `check_length` is called in one thread of its own.
+    Everything but `check_length` and `text_read` is called in one thread of its own.
     """
 
     def __init__(self, engine: Engine, config: ServeConfig):
@@ -42,6 +42,10 @@ class PromptMaker:
     def ids(self, prompt: Prompt) -> list[int]:
         """The ids of a prompt; ValueError for one that is invalid or too long."""
         return self._within_limit(self._reader.ids(prompt))
+
+    def text_read(self, prompt: Any) -> Any:
+        """A prompt as the model reads it: a text is inserted into the template."""
+        return self._reader.in_template(prompt) if isinstance(prompt, str) else prompt
 
     def chat_ids(self, messages: Sequence[Message], template: Mapping[str, Any]) -> list[int]:
         """The ids of a conversation, with arguments for its template; ValueError as for `ids`."""

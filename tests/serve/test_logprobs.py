@@ -6,7 +6,7 @@ import pytest
 from fastspec import Engine
 
 from ..models import random_model, sentencepiece_tokenizer
-from .helpers import PROMPT, complete, converse, generated, serving
+from .helpers import PROMPT, complete, converse, generated, new_engine, serving
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -136,3 +136,19 @@ def test_a_text_after_no_text_lacks_its_first_space(words_client):
         (choice,) = complete(words_client, prompt, **only).choices
         assert (choice.text, choice.logprobs.text_offset) == (text, offsets)
         assert choice.logprobs.tokens == [" a"] * 3
+
+
+def test_with_a_template_the_echo_is_what_the_model_reads():
+    engine = new_engine(prompt_template="Q: {input_text}\nA:")
+    with (
+        serving(engine) as address,
+        openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client,
+    ):
+        (choice,) = complete(client, "hi", echo=True, logprobs=0, max_tokens=2).choices
+        assert choice.text.startswith("Q: hi\nA:")
+        assert "".join(choice.logprobs.tokens[:8]) == "Q: hi\nA:"
+        assert choice.logprobs.text_offset[:9] == [*range(9)]
+        ids = engine.tokenizer("hi")["input_ids"]
+        (choice,) = complete(client, ids, echo=True, logprobs=0, max_tokens=2).choices
+        assert choice.text.startswith("hi")
+        assert choice.logprobs.text_offset[:3] == [0, 1, 2]
