@@ -507,7 +507,7 @@ MUTATIONS = [
     *_of(
         "fastspec/drafters/eagle3/drafter.py",
         "tests/engine/test_graphed_drafts.py",
-        ("blocks.num_tokens + 1, size", "blocks.num_tokens, size"),
+        ("num_blocks * self.block_size + 1, size", "num_blocks * self.block_size, size"),
         ("x.start + x.count <= x.target_len for x in filled", "x.count for x in filled"),
         ("torch.where(known, slots, self._slots_of_parents(spans, parents))", "slots"),
     ),

@@ -141,4 +141,4 @@ class DrafterContext:
 
     def runner(self, model: PagedModel, block_manager: Blocks) -> ModelRunner:
         """A runner over the blocks of the target's cache, with caches of its own."""
-        return ModelRunner(model, block_manager, self.config)
+        return ModelRunner(model, block_manager.num_blocks, self.config)

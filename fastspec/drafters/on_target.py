@@ -78,7 +78,7 @@ class CopyRunner(ModelRunner):
     def __init__(
         self, model: PagedModel, target: ModelRunner, blocks: Blocks, context: DrafterContext
     ):
-        super().__init__(model, blocks, context.config, target.caches)
+        super().__init__(model, blocks.num_blocks, context.config, target.caches)
         self._target = target
 
     def keep_inputs(self, layers: list[int]) -> KVCache:

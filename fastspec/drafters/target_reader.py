@@ -41,7 +41,7 @@ class TargetReader(DraftModelDrafter):
         confidence_threshold: float | None = None,
     ):
         pages = self.pages(model, target, block_manager)
-        runner = self.runner_class(model, pages, block_manager, config)
+        runner = self.runner_class(model, pages, block_manager.num_blocks, config)
         options = probabilistic, confidence_threshold
         super().__init__(runner, block_manager, target.vocab_size, *options)
 

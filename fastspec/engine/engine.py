@@ -130,8 +130,8 @@ class Engine:
         models = [paged_target, *(plan.models if plan else ())]
         check_same_kind(paged_target, models)
         num_blocks = cache_blocks(config, models, self.max_model_len)
+        self._runner = runner_of(paged_target, num_blocks, config)
         block_manager = BlockManager(num_blocks, config.block_size, config.prefix_caching)
-        self._runner = runner_of(paged_target, block_manager, config)
         self._scheduler = Scheduler(block_manager, config.max_batch_size)
         self._drafter_table = DrafterTable(drafting, self._runner, block_manager, self._factory)
         self._speculation = self._drafter_table.add(None, spec, plan)

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from fastspec.config import EngineConfig
 from fastspec.config.checks import require
-from fastspec.models.blocks import Blocks
 from fastspec.models.graphs import Capture, GraphedForward, capture_for
 from fastspec.models.layout import (
     CacheStack,
@@ -37,8 +36,8 @@ class ModelRunner:
     drafts in one call read.
 
     Args:
-        blocks: number and size of the blocks of its caches.
-        config: tokens per pass while a prompt is read, and whether passes are captured.
+        num_blocks: blocks of its caches.
+        config: their size, tokens per pass while a prompt is read, and whether passes are captured.
         caches: caches to read and write, of a runner of the model whose layers, or the first of
             them, this one runs; None = its own.
     Raises:
@@ -49,26 +48,27 @@ class ModelRunner:
     def __init__(
         self,
         paged_model: PagedModel,
-        blocks: Blocks,
+        num_blocks: int,
         config: EngineConfig,
         caches: dict[int, KVCache] | None = None,
     ):
-        if (size := paged_model.chunk_size) and size % blocks.block_size:
+        block_size = config.block_size
+        if (size := paged_model.chunk_size) and size % block_size:
             raise ValueError(
                 f"block_size: {paged_model.name} attends in chunks of {size} tokens, which is not a"
-                f" multiple of {blocks.block_size}"
+                f" multiple of {block_size}"
             )
         self.paged_model = paged_model
         self.device = paged_model.device
         self.vocab_size = paged_model.vocab_size
         self._cache_stacks: list[CacheStack] = []
         if caches is None:
-            self._cache_stacks = paged_model.new_caches(blocks.num_blocks, blocks.block_size)
+            self._cache_stacks = paged_model.new_caches(num_blocks, block_size)
             pairs = (stack.by_layer().items() for stack in self._cache_stacks)
             caches = {layer: cache for stack in pairs for layer, cache in stack}
         self.caches = caches
         self.inputs: KeptInputs | None = None
-        self._num_blocks, self.block_size = blocks.num_blocks, blocks.block_size
+        self._num_blocks, self.block_size = num_blocks, block_size
         self._chunk_size = config.prefill_chunk_size
         self.graphs: GraphedForward | None = None
         if capture := capture_for(config.cuda_graphs, paged_model):

@@ -6,7 +6,6 @@ import pytest
 from transformers import BartConfig, BartForConditionalGeneration
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
-from fastspec.models.blocks import Blocks
 from fastspec.models.encoder_decoder import EncoderDecoderModel
 from fastspec.models.layout import Span
 from fastspec.models.runner import ModelRunner
@@ -92,8 +91,8 @@ def test_no_room_in_the_cache(model):
 
 
 def test_spans_without_an_input(model):
-    config = EngineConfig(prefill_chunk_size=16)
-    runner = ModelRunner(EncoderDecoderModel(model, "auto"), Blocks(4, 4), config)
+    config = EngineConfig(block_size=4, prefill_chunk_size=16)
+    runner = ModelRunner(EncoderDecoderModel(model, "auto"), 4, config)
     with pytest.raises(ValueError, match="needs an encoder_input"):
         runner.prefill([[0, 5]], [Span([0], 0, 2)])
 

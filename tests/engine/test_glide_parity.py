@@ -5,7 +5,6 @@ import torch
 
 from fastspec import EngineConfig
 from fastspec.drafters.glide.paged import GlideRunner
-from fastspec.models.blocks import Blocks
 from fastspec.models.layout import Span
 from fastspec.models.paged_model import PagedModel
 from fastspec.models.runner import ModelRunner
@@ -75,7 +74,7 @@ def dense_glide(model, token_ids, target_layers, visible):
 
 
 def runners_of(target, draft, block_size=4):
-    kept = Blocks(90, block_size), EngineConfig(prefill_chunk_size=16)
+    kept = 90, EngineConfig(block_size=block_size, prefill_chunk_size=16)
     runner = ModelRunner(PagedModel(target, "auto"), *kept)
     num_layers = draft.config.num_hidden_layers
     caches = [runner.caches[layer] for layer in sorted(runner.caches)[-num_layers:]]

@@ -8,7 +8,6 @@ import torch
 
 from fastspec import Engine, EngineConfig, SamplingParams
 from fastspec.models import graphs
-from fastspec.models.blocks import Blocks
 from fastspec.models.graphs import bucket, capture_for, is_near
 from fastspec.models.layout import PassShape, Span, lay_out
 from fastspec.models.paged_model import PagedModel
@@ -21,7 +20,7 @@ from .waiting import NoWaiting
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 60
-CONFIG = EngineConfig(prefill_chunk_size=64)
+CONFIG = EngineConfig(block_size=BLOCK_SIZE, prefill_chunk_size=64)
 
 
 class FailingCapture:
@@ -48,7 +47,7 @@ def ids_for(spans):
 
 def runner_of(model, capture=None, must=False):
     """A runner whose cache holds numbers everywhere, the same for every runner."""
-    runner = ModelRunner(PagedModel(model, "auto"), Blocks(NUM_BLOCKS, BLOCK_SIZE), CONFIG)
+    runner = ModelRunner(PagedModel(model, "auto"), NUM_BLOCKS, CONFIG)
     generator = torch.Generator().manual_seed(5)
     for caches in runner.caches.values():
         for cache in caches:

@@ -5,7 +5,6 @@ import torch
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec.models import graphs
-from fastspec.models.blocks import Blocks
 from fastspec.models.layout import Span
 from fastspec.models.paged_model import PagedModel
 from fastspec.models.runner import ModelRunner
@@ -42,8 +41,8 @@ def spans_of(shapes):
 
 
 def runner_of(model, cuda_graphs):
-    config = EngineConfig(prefill_chunk_size=64, cuda_graphs=cuda_graphs)
-    runner = ModelRunner(PagedModel(model, "auto"), Blocks(40, 16), config)
+    config = EngineConfig(block_size=16, prefill_chunk_size=64, cuda_graphs=cuda_graphs)
+    runner = ModelRunner(PagedModel(model, "auto"), 40, config)
     generator = torch.Generator("cuda").manual_seed(5)
     for caches in runner.caches.values():
         for cache in caches:

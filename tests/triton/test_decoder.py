@@ -6,7 +6,6 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from fastspec import EngineConfig
-from fastspec.models.blocks import Blocks
 from fastspec.models.layout import Span
 from fastspec.models.paged_model import PagedModel
 from fastspec.models.runner import ModelRunner
@@ -70,8 +69,8 @@ def test_models_run_without_their_modules(architecture):
     for backend in ("triton", "reference"):
         paged = PagedModel(model, backend)
         assert is_flat(paged) == (backend == "triton")
-        config = EngineConfig(prefill_chunk_size=64, cuda_graphs="off")
-        runner = ModelRunner(paged, Blocks(9, 16), config)
+        config = EngineConfig(block_size=16, prefill_chunk_size=64, cuda_graphs="off")
+        runner = ModelRunner(paged, 9, config)
         spans = [Span([3], 0, 5), Span([1, 7], 0, 17)]
         logits.append(runner.forward(torch.arange(5, 27), spans, [4, 21]))
     torch.testing.assert_close(*logits, atol=1e-5, rtol=1e-5)

@@ -32,13 +32,13 @@ class EagleRunner(ModelRunner):
         self,
         paged_model: PagedModel,
         inputs: KVCache,
-        blocks: Blocks,
+        num_blocks: int,
         config: EngineConfig,
     ):
         self._inputs_read = [half.view(-1, *half.shape[2:]) for half in inputs]  # by slot
-        super().__init__(paged_model, blocks, config)
+        super().__init__(paged_model, num_blocks, config)
         size = paged_model.model.config.hidden_size
-        shape = blocks.num_tokens + 1, size  # the last for rows without a slot, -1
+        shape = num_blocks * self.block_size + 1, size  # the last for rows without a slot, -1
         self._own = torch.zeros(shape, dtype=paged_model.dtype, device=self.device)
 
     def forward(

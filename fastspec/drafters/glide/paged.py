@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from fastspec.config import EngineConfig
-from fastspec.models.blocks import Blocks
 from fastspec.models.layout import KVCache, PagedStep, Span
 from fastspec.models.paged_model import PagedModel
 from fastspec.models.runner import ModelRunner
@@ -62,11 +61,11 @@ class GlideRunner(ModelRunner):
         self,
         paged_model: PagedModel,
         target_caches: list[KVCache],
-        blocks: Blocks,
+        num_blocks: int,
         config: EngineConfig,
     ):
         self._target_caches = target_caches
-        super().__init__(paged_model, blocks, config)
+        super().__init__(paged_model, num_blocks, config)
 
     def _step(self, spans: list[Span], rows: list[int], parents: Tensor | None = None) -> PagedStep:
         step = super()._step(spans, rows)
