@@ -27,7 +27,9 @@ from fastspec_kernels import (
 )
 
 
-def rule_inputs(spec: SpecConfig, batch: Batch, counts: list[int], num: int) -> tuple[Tensor, ...]:
+def rule_inputs(
+    spec: SpecConfig, batch: Batch, proposal: Proposal, counts: list[int]
+) -> tuple[Tensor, ...]:
     """Return what the acceptance rule reads of the batch: cu_rows and uniforms, see `verify_chain`;
     for coupled verification the places of its rows.
 
@@ -35,7 +37,6 @@ def rule_inputs(spec: SpecConfig, batch: Batch, counts: list[int], num: int) -> 
 
     Args:
         counts: rows of each request.
-        num: N of chains, or the nodes of trees, of which node 0 is the last committed token.
 
     The token after the accepted ones is drawn by the number after those of K tokens, so it does not
     depend on how many were proposed.
@@ -44,6 +45,7 @@ def rule_inputs(spec: SpecConfig, batch: Batch, counts: list[int], num: int) -> 
         return (device_tensor(places_of(counts), torch.int64, batch.device),)
     cu_rows = device_tensor([*accumulate(counts, initial=0)], torch.int32, batch.device)
     most = batch.num_speculative_tokens
+    num = proposal.token_ids.shape[1] + (proposal.parents is not None)  # a tree has a root, too
     is_synthetic = spec.synthetic_acceptance_rate is not None  # draws for greedy requests as well
     draw = batch.uniforms if is_synthetic else batch.sampling_uniforms
     uniforms = draw(max(num, most) + 1, VERIFY_STREAM)

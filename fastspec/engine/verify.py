@@ -87,8 +87,7 @@ def verify(
     newest = [request.token_ids[-1] for request in requests]
     pairs = zip(requests, counts, strict=True)
     spans = [request.span(len(request.token_ids) - 1, count) for request, count in pairs]
-    num_compared = width if parents is None else width + 1
-    inputs = rule_inputs(spec, batch, counts, num_compared)
+    inputs = rule_inputs(spec, batch, proposal, counts)
     is_plain = max(counts) == 1 and parents is None and runner.paged_model.recurrent is None
     if is_plain:  # the pass need not wait for `ids`
         logits = runner.forward(newest, spans)
@@ -220,8 +219,7 @@ def _accept_up_to_non_finite_rows(
     """
     failed = [b for b, verdict in enumerate(verdicts) if verdict.accepted_len < 0]
     part, non_finite = whole.without_non_finite_rows(failed)
-    num_compared = part.ids.shape[1] - (part.parents is None)
-    inputs = rule_inputs(spec, part.batch, part.counts, num_compared)
+    inputs = rule_inputs(spec, part.batch, part.proposal, part.counts)
     for b, verdict in zip(failed, _accepted(runner, spec, inputs, *part), strict=True):
         verdicts[b] = verdict
     if (ranks := runner.paged_model.ranks) is not None:

@@ -127,8 +127,8 @@ class Methods:
         if spec.synthetic_acceptance_rate is not None:
             self.uncompared.add("speculative")
         self.levels = _level_names(self.drafts)
-        own_costs = [model.num_parameters() for model in (self.target, *self.drafts)]
-        self.costs: list[float] = list(costs or own_costs)
+        models = self.target, *self.drafts
+        self.costs: list[float] = [*(costs or (model.num_parameters() for model in models))]
         if spec.exit_layer is not None:
             num_layers = self.target.config.get_text_config(decoder=True).num_hidden_layers
             self.costs.append(self.costs[0] * spec.exit_layer / num_layers)

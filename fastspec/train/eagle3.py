@@ -344,8 +344,8 @@ def train_eagle3(
     advance is called after each step, on_text with the number of texts that the target has read.
     shape says how the texts were cut, for the checkpoint.
 
-    To resume a run, pass a draft made as at its beginning: the checkpoint replaces its weights, but
-    neither its tokens nor the layers that it reads.
+    To resume a run, pass a draft made as at its beginning, of the same tokens and layers; the
+    checkpoint replaces its weights.
 
     Raises:
         ValueError: a checkpoint to resume from is missing or of another run, or exists although
