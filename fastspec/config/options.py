@@ -225,6 +225,9 @@ def meant_field(config: type, name: Any) -> str | None:
 
 
 def _hint(config: type, name: Any) -> str:
+    for other in Options.__subclasses__():
+        if name in options_of(other):
+            return f"it is an option of {other.__name__}"
     if meant := meant_field(config, name):
         return f"did you mean {meant}?"
     return f"known are {', '.join(signature(config).parameters)}"

@@ -330,6 +330,10 @@ def test_spec_and_config_by_name_or_mapping(model):
         ({"spec": {"num_speculative_tokens": 0}}, "num_speculative_tokens: "),
         ({"config": "cpu"}, "config: expected EngineConfig or a mapping, got 'cpu'"),
         ({"config": {"blocksize": 3}}, "config: unknown field 'blocksize'"),
+        (
+            {"config": {"draft_bits": 8}},
+            "config: unknown field 'draft_bits'; it is an option of SpecConfig",
+        ),
     ],
 )
 def test_specs_and_configs_that_are_none(model, options, message):
@@ -345,6 +349,9 @@ def test_specs_and_configs_that_are_none(model, options, message):
         (SamplingParams, "best_of", "known are temperature, "),
         (EngineConfig, "max_num_seqs", "did you mean max_batch_size?"),
         (SpecConfig, "num_spec_tokens", "did you mean num_speculative_tokens?"),
+        (EngineConfig, "draft_bits", "it is an option of SpecConfig"),
+        (SpecConfig, "dtype", "it is an option of EngineConfig"),
+        (SpecConfig, "temperature", "it is an option of SamplingParams"),
         (Engine, "model", "it is target here"),
         (Engine, "max_model_len", "pass config={'max_model_len': ...}"),
         (Engine, "max_num_seqs", "pass config={'max_batch_size': ...}"),
