@@ -41,6 +41,7 @@ class Detokenizer:
     def __post_init__(self):
         self.text = ""
         self.stopped = False
+        self.stop_found: str | None = None
         self._hold = max((len(s) for s in self.stop), default=1) - 1
         self._num_left = self.min_tokens
         self._window = self._context()  # the last ids
@@ -97,7 +98,9 @@ class Detokenizer:
         found = self._find_stop(piece) if self.stop else None
         self.text += piece
         if found:
-            self.text = self.text[: min(found)[self.keeps_stop]]
+            start, end = min(found)
+            self.stop_found = self.text[start:end]
+            self.text = self.text[: end if self.keeps_stop else start]
             self.stopped = True
         del self._window[: self._num_read]
         self._num_read = num_read - self._num_read

@@ -28,6 +28,8 @@ class RequestOutput:
             biases, penalties, bans, processors, temperature and filters. The first token has None.
             None if not requested, and for all samples but the first.
         finish_reason: "stop", "length", "abort" or "error".
+        stop_reason: the stop string, or the id of `stop_token_ids`, that ended the text; None if
+            something else did, such as an end-of-sequence token.
         sources: the origin of each token: "draft" (proposed and accepted), "recovered" (drawn after
             a rejection), "bonus" (drawn after full acceptance) or "target" (nothing was proposed).
         drafters: the drafter's name for each "draft" token, otherwise None.
@@ -45,6 +47,7 @@ class RequestOutput:
     text: str = ""
     logprobs: tuple[float, ...] | None = None
     finish_reason: str = "stop"
+    stop_reason: str | int | None = None
     sources: tuple[str, ...] = ()
     drafters: tuple[str | None, ...] = ()
     stats: SpecStats = field(default_factory=SpecStats)
@@ -59,6 +62,11 @@ class RequestOutput:
     def outputs(self) -> tuple["RequestOutput", ...]:
         """All samples of the prompt, starting with this one."""
         return (self, *self.others)
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The log-probability of all new tokens together; None if not requested."""
+        return None if self.logprobs is None else sum(self.logprobs)
 
     def __repr__(self) -> str:
         error = f", error={_short(self.error)}" if self.error is not None else ""

@@ -114,9 +114,16 @@ class EngineRequest(Request):
             if self.params.prompt_logprobs is None or self.index
             else tuple(self.prompt_logprobs),
             finish_reason=finish_reason,
+            stop_reason=self._stop_reason() if finish_reason == "stop" else None,
             sources=tuple(self.sources),
             drafters=tuple(self.drafters),
             stats=self.stats,
             error=error,
             is_request_error=is_request_error,
         )
+
+    def _stop_reason(self) -> str | int | None:
+        if self.detokenizer is not None and self.detokenizer.stop_found is not None:
+            return self.detokenizer.stop_found
+        last = self.token_ids[-1]
+        return last if last in (self.params.stop_token_ids or ()) else None

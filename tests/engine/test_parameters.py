@@ -377,6 +377,7 @@ def test_logprobs_are_those_of_the_distribution_drawn_from(target, temperature):
         assert list(top)[:4] == row.topk(4).indices.tolist()
         assert top[output.token_ids[place]] == value
     events = list(engine.stream(prompt, params))
+    assert output.cumulative_logprob == sum(output.logprobs)
     assert [event.logprob for event in events[:-1]] == list(output.logprobs)
     assert [event.top_logprobs for event in events[:-1]] == list(output.top_logprobs)
 

@@ -62,6 +62,7 @@ def test_stop_ids_cut_an_accepted_run_at_the_first_match(model):
             first = min(full.token_ids.index(stop), full.token_ids.index(full.token_ids[20]))
             assert output.token_ids == full.token_ids[: first + 1]
             assert output.finish_reason == "stop"
+            assert output.stop_reason == output.token_ids[-1]
             assert output.stats.num_output_tokens == len(output.token_ids) == len(output.sources)
 
 
@@ -77,7 +78,7 @@ def test_eos_ends_unless_ignored(model):
         model.generation_config.eos_token_id = EOS_ID
     end = free.token_ids.index(free.token_ids[7])
     assert output.token_ids == free.token_ids[: end + 1]
-    assert output.finish_reason == "stop"
+    assert (output.finish_reason, output.stop_reason) == ("stop", None)
 
 
 def test_without_max_tokens_the_model_length_ends_a_request(model, drafter):
@@ -101,13 +102,15 @@ def test_stop_strings_cut_text_and_ids_at_one_token(model, num_draft):
     (output,) = engine.generate(PROMPTS[0], params)
     where = full.text.find(stop)
     assert output.text == full.text[:where]
-    assert output.finish_reason == "stop"
+    assert (output.finish_reason, output.stop_reason) == ("stop", stop)
+    assert full.stop_reason is None
     assert tokenizer.decode(output.token_ids) == full.text[: where + 3]
     streamed = list(engine.stream(PROMPTS[0], params))
     assert "".join(event.text for event in streamed) == output.text
     (kept,) = engine.generate(PROMPTS[0], replace(params, include_stop_str_in_output=True))
     assert kept.token_ids == output.token_ids
     assert kept.text == full.text[: where + 3]
+    assert kept.stop_reason == stop
 
 
 @pytest.mark.parametrize(("speculative", "seed"), [(False, 26), (True, 5)])
