@@ -49,9 +49,7 @@ def server_event(data: Mapping[str, Any] | str) -> bytes:
 
 def acceptance(outputs: Iterable[RequestOutput], num_spec_tokens: int) -> dict[str, Any]:
     """Acceptance statistics under vLLM's names; only steps with drafts count."""
-    stats = SpecStats()
-    for output in outputs:
-        stats.add(output.stats)
+    stats = _sum_of_stats(outputs)
     histogram = list(stats.acceptance_histogram)
     if histogram:
         histogram[0] -= stats.num_steps - stats.num_drafts
@@ -67,6 +65,13 @@ def acceptance(outputs: Iterable[RequestOutput], num_spec_tokens: int) -> dict[s
             "num_spec_tokens": num_spec_tokens,
         }
     }
+
+
+def _sum_of_stats(outputs: Iterable[RequestOutput]) -> SpecStats:
+    stats = SpecStats()
+    for output in outputs:
+        stats.add(output.stats)
+    return stats
 
 
 class _Prompt(NamedTuple):
@@ -306,7 +311,22 @@ class ReplyBuilder:
         prompt = sum(len(output.prompt_token_ids) for output in firsts)
         new = sum(len(output.token_ids) for _, output in self._outputs)
         cached = sum(output.stats.num_cached_prompt_tokens for output in firsts)
-        return {**_tokens(prompt, new), "prompt_tokens_details": {"cached_tokens": cached}}
+        details = {"prompt_tokens_details": {"cached_tokens": cached}}
+        return _tokens(prompt, new) | details | self._prediction_usage()
+
+    def _prediction_usage(self) -> dict[str, Any]:
+        """How many copies were accepted, if there is a prediction and no draft model drafted, too.
+
+        Drafters do not tell copies of the prediction from those of the text itself, nor rejected
+        copies from a draft model's rejected tokens.
+        """
+        stats = _sum_of_stats(output for _, output in self._outputs)
+        if self._asked.params.prediction is None or any(stats.num_draft_passes.values()):
+            return {}
+        accepted = stats.num_accepted_tokens
+        rejected = stats.num_draft_tokens - accepted
+        counts = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
+        return {"completion_tokens_details": counts}
 
     def _extra(self) -> dict[str, Any]:
         if not self._asked.metrics:

@@ -7,11 +7,13 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from fastspec import Engine, SpecConfig
 from fastspec.engine.outputs import RequestOutput, StreamEvent
 from fastspec.engine.request import EngineRequest
 from fastspec.serve.metrics import HISTOGRAMS, RequestTimes
 from fastspec.serve.replies import token_text
 
+from ..models import byte_tokenizer, random_model
 from .helpers import (
     MESSAGES,
     MODEL,
@@ -202,7 +204,27 @@ def test_predicted_outputs(client, engine):
     ids = generated(engine).token_ids
     answer = complete(client, extra_body={**lookup, "prediction": ids})
     assert answer.choices[0].text == generated(engine).text
-    assert answer.metrics["speculative_decoding"]["num_spec_steps"] <= 5
+    metrics = answer.metrics["speculative_decoding"]
+    assert metrics["num_spec_steps"] <= 5
+    details = answer.usage.completion_tokens_details
+    assert details.accepted_prediction_tokens == metrics["num_accepted_draft_tokens"] > 16
+    rejected = metrics["num_draft_tokens"] - metrics["num_accepted_draft_tokens"]
+    assert details.rejected_prediction_tokens == rejected
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    *_, last = complete(client, extra_body={**lookup, "prediction": ids}, **options)
+    assert last.usage == answer.usage
+    assert plain.usage.completion_tokens_details is None
+
+
+def test_copies_are_not_counted_where_a_draft_model_drafts_too():
+    model = random_model("llama", num_hidden_layers=1)
+    engine = Engine(model, model, byte_tokenizer(), SpecConfig(suffix_tokens=4))
+    with (
+        serving(engine) as address,
+        openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client,
+    ):
+        answer = complete(client, extra_body={"prediction": [5, 6], "ignore_eos": True})
+    assert answer.usage.completion_tokens_details is None
 
 
 def test_models(client):
