@@ -6,6 +6,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 from uuid import uuid4
 
@@ -183,7 +184,8 @@ class ReplyBuilder:
     def add(self, event: StreamEvent) -> None:
         """Keep the output of a text that has ended."""
         if event.output is not None:
-            self._outputs.append((self._index(event), event.output))
+            output = _empty(event.output) if self._asked.is_echo_alone else event.output
+            self._outputs.append((self._index(event), output))
 
     def _index(self, event: StreamEvent) -> int:
         return self._generation.places[event.request_id] * self._asked.params.n + event.index
@@ -333,6 +335,20 @@ class ReplyBuilder:
             return {}
         outputs = [output for _, output in self._outputs]
         return {"metrics": acceptance(outputs, self._num_spec_tokens)}
+
+
+def _empty(output: RequestOutput) -> RequestOutput:
+    """An output without its new tokens."""
+    return replace(
+        output,
+        token_ids=(),
+        text="",
+        logprobs=None if output.logprobs is None else (),
+        top_logprobs=None if output.top_logprobs is None else (),
+        finish_reason="length",
+        sources=(),
+        drafters=(),
+    )
 
 
 def token_text(tokenizer: PreTrainedTokenizerBase | None, token_id: int) -> tuple[str, bytes]:

@@ -79,6 +79,8 @@ class ParsedRequest:
         is_open_ended: whether params.max_tokens is the server's limit rather than the client's
             choice, so that fewer tokens are acceptable.
         echo: whether each text begins with its prompt.
+        is_echo_alone: whether nothing follows the prompt; the engine writes a token, which is
+            dropped.
     """
 
     prompts: Sequence[str | list[int]] | Sequence[Message]
@@ -92,6 +94,7 @@ class ParsedRequest:
     fields: Set[str] = frozenset()
     is_open_ended: bool = False
     echo: bool = False
+    is_echo_alone: bool = False
 
 
 @dataclass(frozen=True)
@@ -170,7 +173,9 @@ def completion(
     fits = best_of is None or (is_int(best_of) and best_of == n)
     require("best_of", best_of, fits, f"n ({n!r})")
     fields = _sampling(given, config, len(several))
-    fields["max_tokens"] = _max_tokens(given, "max_tokens", config, _COMPLETION_TOKENS)
+    least = 0 if echo else 1
+    num_tokens = _max_tokens(given, "max_tokens", config, _COMPLETION_TOKENS, least)
+    fields["max_tokens"] = max(1, num_tokens)
     logprobs = given.get("logprobs")
     if logprobs is not None:
         fits = is_int(logprobs) and 0 <= logprobs <= _MOST_LOGPROBS
@@ -178,7 +183,8 @@ def completion(
         fields["logprobs"] = logprobs
         if echo:
             fields["prompt_logprobs"] = logprobs
-    return replace(_asked(several, fields, given, drafters), echo=echo)
+    asked = _asked(several, fields, given, drafters)
+    return replace(asked, echo=echo, is_echo_alone=num_tokens == 0)
 
 
 def chat(
@@ -326,12 +332,13 @@ def _check_names(place: str, given: Mapping[str, Any], known: Set[str]) -> None:
 
 
 def _max_tokens(
-    given: Mapping[str, Any], name: str, config: ServeConfig, default: int | None
+    given: Mapping[str, Any], name: str, config: ServeConfig, default: int | None, least: int = 1
 ) -> int:
     """Maximum number of new tokens; None as default is as many as the server allows."""
     most = config.max_completion_tokens
     value = given.get(name, min(default or most, most))
-    require(name, value, is_int(value) and 1 <= value <= most, f"an int from 1 to {most}")
+    fits = is_int(value) and least <= value <= most
+    require(name, value, fits, f"an int from {least} to {most}")
     return value
 
 

@@ -3,10 +3,10 @@
 import openai
 import pytest
 
-from fastspec import Engine
+from fastspec import Engine, SamplingParams
 
 from ..models import random_model, sentencepiece_tokenizer
-from .helpers import PROMPT, complete, converse, generated, new_engine, serving
+from .helpers import MODEL, PROMPT, complete, converse, generated, new_engine, serving
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -87,6 +87,50 @@ def test_echoes_of_several_texts_and_prompts(client, engine):
     assert choices[2].logprobs.text_offset[:4] == [0, 1, 1, 2]
     (choice,) = complete(client, echo=True, max_tokens=2).choices
     assert (choice.text, choice.logprobs) == (wanted[0], None)
+
+
+def test_an_echo_alone_is_the_prompt(client, engine):
+    """As with vLLM: no token follows, and what the engine would write ends nothing."""
+    ends = {"stop_token_ids": generated(engine, [3, 5, 7], max_tokens=1).token_ids}
+    for count in (None, 0, 2):
+        asked = {"echo": True, "logprobs": count, "temperature": 1.0, "seed": 3}
+        longer = complete(client, [3, 5, 7], max_tokens=1, **asked).choices[0]
+        answer = complete(client, [3, 5, 7], max_tokens=0, extra_body=ends, **asked)
+        (choice,) = answer.choices
+        assert choice.text == engine.tokenizer.decode([3, 5, 7])
+        assert choice.finish_reason == "length"
+        assert (answer.usage.completion_tokens, answer.usage.total_tokens) == (0, 3)
+        if count is None:
+            assert choice.logprobs is None
+            continue
+        for name in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
+            whole = getattr(longer.logprobs, name)
+            assert getattr(choice.logprobs, name) == (whole and whole[:-1])
+    both = complete(client, [PROMPT, "x"], max_tokens=0, echo=True, n=2)
+    assert [each.text for each in both.choices] == [PROMPT, PROMPT, "x", "x"]
+    for number in (0, False):
+        with pytest.raises(openai.BadRequestError, match="max_tokens: expected an int from"):
+            complete(client, max_tokens=number, echo=number is False)
+
+
+def test_the_evaluation_harness_rates_texts(client, engine):
+    """Its request, and how it reads the answer: without the last token, which it did not give."""
+    prompts = [[3, 5, 7, 200, 11], [7, 5, 3]]
+    asked = {"max_tokens": 1, "logprobs": 1, "echo": True, "temperature": 0, "seed": 1234}
+    answer = client.post(
+        "/completions", body={"model": MODEL, "prompt": prompts, **asked}, cast_to=object
+    )
+    for ids, choice in zip(prompts, answer["choices"], strict=True):
+        (output,) = engine.generate([ids], SamplingParams(max_tokens=1, prompt_logprobs=1))
+        known = output.prompt_logprobs[1:]
+        logprobs = choice["logprobs"]
+        rated, tops = logprobs["token_logprobs"][1:-1], logprobs["top_logprobs"][1:-1]
+        values = [top[token] for token, top in zip(ids[1:], known, strict=True)]
+        assert rated == pytest.approx(values)
+        greedy = [value == max(top.values()) for value, top in zip(rated, tops, strict=True)]
+        assert greedy == [
+            max(top, key=top.get) == token for token, top in zip(ids[1:], known, strict=True)
+        ]
 
 
 @pytest.fixture(scope="module")
