@@ -1,9 +1,10 @@
-"""Prompts of a model's chat template, and the messages that templates read."""
+"""Prompts of a model's chat template, the messages that it reads, and those in a reply."""
 
 import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
+from uuid import uuid4
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -98,6 +99,61 @@ def chat_text(
         if re.search(r"\btools\b", template) is None:
             raise ValueError("tools: the chat template does not read them: the model sees none")
     return text
+
+
+_REASONING = ("reasoning_content", "thinking")  # as response templates call it
+
+
+def reply_message(
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    prompt: str,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """Read a reply by the tokenizer's response template, as OpenAI's interface has messages.
+
+    Args:
+        text: with special tokens.
+        prompt: the conversation, which may have begun the message, for example its reasoning.
+        tools: say the types of arguments.
+    Returns:
+        The content, with reasoning_content and tool_calls if there are any. If the template cannot
+        read a reply, for example a call that was cut, all of it is the content.
+    """
+    try:
+        parser = tokenizer.get_response_parser(prefix=prompt, tools=cast(Any, tools))
+        events = [*parser.feed(text), *parser.finalize()[1]]
+        values = [each["value"] for each in events if _is_of(each, "region_close", "tool_calls")]
+        several = [value if isinstance(value, list) else [value] for value in values]
+        calls = [_openai_call(call) for each in several for call in each]
+    except (*_TEMPLATE_ERRORS, RecursionError):
+        return {"content": text}
+    # The parser's own message has only the last of several contents.
+    content, reasoning = (
+        "".join(each["text"] for each in events if _is_of(each, "region_chunk", *names))
+        for names in (("content",), _REASONING)
+    )
+    if not calls and not reasoning:
+        return {"content": content or text}
+    message: dict[str, Any] = {"content": content.strip() or None}
+    message |= {"reasoning_content": reasoning.strip()} if reasoning else {}
+    return message | ({"tool_calls": calls} if calls else {})
+
+
+def _is_of(event: Mapping[str, Any], kind: str, *fields: str) -> bool:
+    return event["type"] == kind and event["field"] in fields
+
+
+def _openai_call(call: Any) -> dict[str, Any]:
+    """A call that a response template has read, with its arguments as JSON text."""
+    name, arguments = call["function"]["name"], call["function"].get("arguments", {})
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, allow_nan=False)
+    for each in (name, arguments):
+        require("tool_calls", each, isinstance(each, str), "texts")
+        require_unicode("tool_calls", each)
+    function = {"name": name, "arguments": arguments}
+    return {"id": f"call_{uuid4().hex}", "type": "function", "function": function}
 
 
 def _template_message(message: Any) -> Mapping[str, Any]:

@@ -372,6 +372,9 @@ class Endpoint:
         if num_tokens is None:
             num_tokens = engine.drafters[asked.params.drafter]
         decode = cache(partial(token_text, engine.tokenizer))
+        reads = self.kind == "chat" and not asked.stream and self.prompts.reads_replies
+        if reads:  # response templates look for special tokens
+            asked = replace(asked, params=replace(asked.params, skip_special_tokens=False))
         generation = await self._open(asked)
         if asked.echo:
             asked = replace(asked, prompts=[self.prompts.text_read(each) for each in asked.prompts])
@@ -398,6 +401,9 @@ class Endpoint:
             if asked.stream:
                 await stream.write(answer.last_chunks(), is_last=True)
                 return None
+            if reads:
+                read = partial(self.prompts.replies, asked, outputs)
+                answer.messages = await self.thread.convert(read)
             return JSONResponse(outputs[0].text if self.kind == "predict" else answer.whole())
         finally:
             generation.close()

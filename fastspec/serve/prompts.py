@@ -1,16 +1,18 @@
-"""The prompts of requests as token ids, within a server's limits."""
+"""The prompts of requests as token ids, within a server's limits; replies as messages."""
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from fastspec.config.serve import ServeConfig
 from fastspec.engine.engine import Engine
+from fastspec.engine.outputs import RequestOutput
 from fastspec.engine.prompts import Message, Prompt
+from fastspec.models.chat import reply_message
 from fastspec.models.shared_vocabulary import BYTE_OF
-from fastspec.serve.requests import DetokenizeRequest, TokenizeRequest
+from fastspec.serve.requests import DetokenizeRequest, ParsedRequest, TokenizeRequest
 
 # Characters that NFC makes one of at most: no character's canonical decomposition has more.
 _NFC = 4
@@ -18,13 +20,18 @@ _SPLITTERS = ("ByteLevel", "Digits", "Punctuation", "Split")  # that keep what t
 
 
 class PromptMaker:
-    """Makes the ids of requests' prompts, and texts of ids.
+    """Makes the ids of requests' prompts, texts of ids, and messages of replies.
 
     Everything but `check_length` and `text_read` is called in one thread of its own.
+
+    Attributes:
+        reads_replies: whether the tokenizer has a response template.
     """
 
     def __init__(self, engine: Engine, config: ServeConfig):
         self._reader = engine.prompt_reader()
+        template = getattr(self._reader.tokenizer, "response_template", None)
+        self.reads_replies = template is not None
         limits = [engine.max_model_len - 1, config.max_prompt_tokens]
         self._most = min(limit for limit in limits if limit is not None)
         longest = longest_token(self._reader.tokenizer)
@@ -81,6 +88,16 @@ class PromptMaker:
     def detokenized(self, asked: DetokenizeRequest) -> dict[str, Any]:
         """vLLM's reply with the text of ids; ValueError for ids outside the vocabulary."""
         return {"prompt": self._reader.text_of("tokens", asked.tokens)}
+
+    def replies(
+        self, asked: ParsedRequest, outputs: Sequence[RequestOutput]
+    ) -> dict[int, dict[str, Any]]:
+        """Outputs for a conversation as messages, by index; see `reply_message`."""
+        tokenizer, template = self._reader.tokenizer, asked.template or {}
+        assert tokenizer is not None
+        prompt = self._chat_text(cast(Any, asked.prompts), template)
+        tools = template.get("tools")
+        return {o.index: reply_message(tokenizer, o.text, prompt, tools) for o in outputs}
 
     def _chat_text(self, messages: Sequence[Message], template: Mapping[str, Any]) -> str:
         return self._reader.chat_text(messages, {"add_generation_prompt": True, **template})

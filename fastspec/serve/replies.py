@@ -119,6 +119,9 @@ class ReplyBuilder:
         num_spec_tokens: K of the request.
         decode: gives the text and the bytes of one token.
         generation: the texts of the response.
+
+    Attributes:
+        messages: those of a whole response that are more than a text, by the index of the choice.
     """
 
     def __init__(
@@ -146,6 +149,7 @@ class ReplyBuilder:
         self._num_new: Counter[int] = Counter()  # tokens of each choice
         self._offsets: dict[int, _Offsets] = {}  # by the index of the choice
         self._outputs: list[tuple[int, RequestOutput]] = []
+        self.messages: Mapping[int, Mapping[str, Any]] = {}
 
     def chunks(self, events: Sequence[StreamEvent]) -> bytes:
         """What a step added, as events of a stream.
@@ -218,7 +222,10 @@ class ReplyBuilder:
         choice = self._choice(index, output)
         prompt = self._prompt(index) if self._asked.echo else _NO_PROMPT
         if self._is_chat:
-            choice["message"] = {"role": "assistant", "content": output.text}
+            message = self.messages.get(index, {"content": output.text})
+            choice["message"] = {"role": "assistant", **message}
+            if "tool_calls" in message and output.finish_reason == "stop":
+                choice["finish_reason"] = "tool_calls"
         else:
             choice["text"] = prompt.text + output.text
         if output.logprobs is not None:

@@ -353,7 +353,7 @@ def _template(given: Mapping[str, Any]) -> dict[str, Any]:
     tools, choice = given.get("tools"), given.get("tool_choice")
     fits = tools is None or (isinstance(tools, list) and all(isinstance(t, dict) for t in tools))
     require("tools", tools, fits, "a list of objects")
-    expected = "auto or none (the template lists the tools, the answer is text)"
+    expected = "auto or none (the model decides whether it calls)"
     require("tool_choice", choice, choice in (None, "auto", "none"), expected)
     _flag(given, "parallel_tool_calls")  # the model's text has as many calls as it has
     template = {**template}
