@@ -100,7 +100,7 @@ class PromptMaker:
         return {o.index: reply_message(tokenizer, o.text, prompt, tools) for o in outputs}
 
     def _chat_text(self, messages: Sequence[Message], template: Mapping[str, Any]) -> str:
-        return self._reader.chat_text(messages, {"add_generation_prompt": True, **template})
+        return self._reader.chat_text(messages, template)
 
     def _within_limit(self, ids: list[int], name: str = "prompt") -> list[int]:
         if len(ids) > self._most:

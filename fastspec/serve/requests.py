@@ -25,16 +25,19 @@ _SAMPLING = options_of(SamplingParams).keys() - {
     *("drafter", "num_speculative_tokens"),
 }
 _GUIDED = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")}
-_UNUSED = {"user", "safety_identifier", "prompt_cache_key"}  # change nothing here
+# Change nothing here.
+_UNUSED = {"user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
 _COMMON = {"model", "stream", "stream_options", "speculation", "response_format"}
 _COMMON |= {*_SAMPLING, *_GUIDED, *_UNUSED, "max_tokens", "logprobs"}
 _COMMON |= {"store", "metadata", "service_tier"}
 COMPLETION_FIELDS = _COMMON | {"prompt", "echo", "best_of", "suffix"}
-_OF_TEMPLATES = {"tools", "chat_template_kwargs", "add_generation_prompt"}
+_TEMPLATE_FLAGS = {"add_generation_prompt", "continue_final_message"}
+_OF_TEMPLATES = {"tools", "chat_template_kwargs", *_TEMPLATE_FLAGS}
 CHAT_FIELDS = _COMMON | {
     "messages",
     "max_completion_tokens",
     "top_logprobs",
+    "modalities",
     "tool_choice",
     "parallel_tool_calls",
     *_OF_TEMPLATES,
@@ -59,7 +62,7 @@ _SET_BY = {
     "chat": ("messages",),
 }
 _OF_SCHEMAS = {"name": str, "description": str, "strict": bool}  # change nothing here
-_STREAM_OPTIONS = {"include_usage", "continuous_usage_stats"}
+_STREAM_OPTIONS = {"include_usage", "continuous_usage_stats", "include_obfuscation"}
 _SPECULATION = {"method", "drafter", "num_speculative_tokens", "metrics", "sources"}
 
 
@@ -200,9 +203,11 @@ def chat(
     if {"max_tokens", "max_completion_tokens"} <= {*given}:
         refuse("max_tokens", given["max_tokens"], "not with max_completion_tokens")
     fields["max_tokens"] = _max_tokens(given, name, config, None)
+    modalities = given.get("modalities", ["text"])
+    require("modalities", modalities, modalities == ["text"], '["text"]')
     wants = _flag(given, "logprobs")
     top = given.get("top_logprobs")
-    require("top_logprobs", top, top is None or wants, "null unless logprobs is true")
+    require("top_logprobs", top, top in (None, 0) or wants, "null or 0 unless logprobs is true")
     fits = top is None or (is_int(top) and 0 <= top <= _MOST_LOGPROBS)
     require("top_logprobs", top, fits, f"0 to {_MOST_LOGPROBS}")
     if wants:
@@ -242,9 +247,9 @@ def _messages(given: Mapping[str, Any]) -> list[Any]:
 
 
 def _given(body: Mapping[str, Any], known: set[str]) -> dict[str, Any]:
-    """The fields of a body, without those that are null."""
-    _check_names("", body, known)
+    """The fields of a body, without those that are null, which clients send of any field."""
     given = {name: value for name, value in body.items() if value is not None}
+    _check_names("", given, known)
     store, metadata = given.get("store"), given.get("metadata", {})
     fits = store is None or store is False
     require("store", store, fits, "false (nothing is stored)")
@@ -348,7 +353,7 @@ def _template(given: Mapping[str, Any]) -> dict[str, Any]:
     require("chat_template_kwargs", template, isinstance(template, dict), "an object")
     if "chat_template" in template:
         raise ValueError("chat_template_kwargs: chat_template cannot be set by requests")
-    for name in ("tools", "add_generation_prompt"):
+    for name in sorted({"tools", *_TEMPLATE_FLAGS}):
         refuse("chat_template_kwargs", template.get(name), f"{name} is a field of its own")
     tools, choice = given.get("tools"), given.get("tool_choice")
     fits = tools is None or (isinstance(tools, list) and all(isinstance(t, dict) for t in tools))
@@ -356,9 +361,13 @@ def _template(given: Mapping[str, Any]) -> dict[str, Any]:
     expected = "auto or none (the model decides whether it calls)"
     require("tool_choice", choice, choice in (None, "auto", "none"), expected)
     _flag(given, "parallel_tool_calls")  # the model's text has as many calls as it has
-    template = {**template}
-    if "add_generation_prompt" in given:
-        template["add_generation_prompt"] = _flag(given, "add_generation_prompt")
+    continues = _flag(given, "continue_final_message")
+    begins = _flag(given, "add_generation_prompt", default=not continues)
+    both = (continues and begins) or None
+    refuse("continue_final_message", both, "not with add_generation_prompt")
+    template = {**template, "add_generation_prompt": begins}
+    if continues:
+        template["continue_final_message"] = True
     if tools and choice != "none":
         template["tools"] = tools
     return template
@@ -387,6 +396,8 @@ def _asked(
     require("stream_options", options, fits, f"an object of {sorted(_STREAM_OPTIONS)}")
     stream = _flag(given, "stream")
     require("stream_options", options, stream or not options, "null unless stream is true")
+    padded = _flag(options, "include_obfuscation", "stream_options.") or None
+    refuse("stream_options.include_obfuscation", padded, "chunks are not padded")
     return ParsedRequest(
         prompts,
         SamplingParams(**fields),

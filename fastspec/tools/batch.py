@@ -49,8 +49,8 @@ _NOT_OF_ROWS = {
     # Fields of requests that change what a server answers.
     *("max_completion_tokens", "top_logprobs", "tools", "tool_choice", "parallel_tool_calls"),
     *("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-    *("chat_template_kwargs", "add_generation_prompt", "echo", "best_of", "suffix"),
-    *("speculation", "stream", "stream_options"),
+    *("chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
+    *("echo", "best_of", "suffix", "speculation", "stream", "stream_options"),
 }
 Row = tuple[int, dict[str, Any]]  # its place, and what holds prompt or messages
 Answers = Iterator[tuple[int, dict[str, Any]]]  # by the place of the row, as they come

@@ -109,7 +109,8 @@ def test_rows_that_cannot_be_answered_as_they_ask(job, tmp_path, field, value, m
 def test_no_field_of_a_request_is_passed_over():
     """Those that a row keeps change nothing in a server's answer."""
     kept = {"model", "user", "safety_identifier", "prompt_cache_key", "store", "metadata"}
-    kept |= {"service_tier", "prompt", "messages", "prediction"}
+    kept |= {"service_tier", "prompt", "messages", "prediction", "prompt_cache_retention"}
+    kept |= {"modalities"}
     requests = CHAT_FIELDS | COMPLETION_FIELDS
     assert requests - batch._OPTIONS - batch._NOT_OF_ROWS == kept
 

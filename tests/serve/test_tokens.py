@@ -81,6 +81,7 @@ def test_special_tokens_and_strings_of_tokens(client):
     [
         ({}, "[user]hi[assistant]"),
         ({"add_generation_prompt": False}, "[user]hi"),
+        ({"continue_final_message": True}, "[user]hi"),
         ({"tools": TOOLS}, "(add)[user]hi[assistant]"),
         ({"chat_template_kwargs": {"unread": 1}, "tools": None}, "[user]hi[assistant]"),
     ],
@@ -139,6 +140,11 @@ WRONG = [
     ({"messages": [{"role": "broken", "content": "x"}]}, "messages", "the chat template failed"),
     ({"messages": MESSAGES, "tools": "all"}, "tools", "expected a list of objects"),
     ({"messages": MESSAGES, "add_generation_prompt": 0}, "add_generation_prompt", "expected a b"),
+    (
+        {"messages": MESSAGES, "add_generation_prompt": True, "continue_final_message": True},
+        "continue_final_message",
+        "not with add_generation_prompt",
+    ),
     (
         {"messages": MESSAGES, "chat_template_kwargs": {"chat_template": "x"}},
         "chat_template_kwargs",
