@@ -162,7 +162,7 @@ class ReplyBuilder:
             (choice,) = chunk["choices"]
             if event.output is not None and chunks and chunks[-1][0] == choice["index"]:
                 (last,) = chunks[-1][1]["choices"]
-                last["finish_reason"] = choice["finish_reason"]
+                last |= {name: choice[name] for name in ("finish_reason", "stop_reason")}
                 if self._is_chat:
                     last["delta"]["content"] += event.text
                 else:
@@ -253,8 +253,9 @@ class ReplyBuilder:
         return _Prompt(text, token_ids, logprobs, tops)
 
     def _choice(self, index: int, output: RequestOutput | None) -> dict[str, Any]:
-        reason = None if output is None else output.finish_reason
-        return {"index": index, "logprobs": None, "finish_reason": reason}
+        ends = (None, None) if output is None else (output.finish_reason, output.stop_reason)
+        reasons = dict(zip(("finish_reason", "stop_reason"), ends, strict=True))
+        return {"index": index, "logprobs": None, **reasons}
 
     def _writers(self, *values: Any) -> dict[str, Any]:
         names = "token_ids", "sources", "drafters"
@@ -353,6 +354,7 @@ def _empty(output: RequestOutput) -> RequestOutput:
         logprobs=None if output.logprobs is None else (),
         top_logprobs=None if output.top_logprobs is None else (),
         finish_reason="length",
+        stop_reason=None,
         sources=(),
         drafters=(),
     )

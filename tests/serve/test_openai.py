@@ -119,9 +119,12 @@ def test_a_stop_string_ends_the_text_before_it(client, engine):
     stop = text[6:8]
     answer = complete(client, stop=[stop])
     assert answer.choices[0].text == text[: text.index(stop)]
-    assert answer.choices[0].finish_reason == "stop"
-    streamed = complete(client, stop=[stop], stream=True)
-    assert "".join(c.choices[0].text for c in streamed) == answer.choices[0].text
+    (choice,) = answer.choices
+    assert (choice.finish_reason, choice.stop_reason) == ("stop", stop)
+    *first, last = complete(client, stop=[stop], stream=True)
+    assert "".join(c.choices[0].text for c in [*first, last]) == answer.choices[0].text
+    assert {each.choices[0].stop_reason for each in first} == {None}
+    assert last.choices[0].stop_reason == stop
 
 
 def test_tokens_of_a_stop_string_are_there_though_its_text_is_not(client, engine):
