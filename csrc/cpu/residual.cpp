@@ -95,7 +95,7 @@ int64_t Residual::draw(const double* chunk_sums, double uniform) const {
 double Residual::weigh(int64_t chunk, float* weights) const {
   const int64_t begin = chunk * kChunk, size = target_.chunk_size(chunk);
   float known[kChunk];
-  DraftWeights draft{known, size, {}};
+  Subtrahend draft{known, size, {}};
   int kind = kKnown;
   if (draft_.row == nullptr) {
     std::fill(known, known + size, 0.0f);

@@ -31,7 +31,7 @@ struct Weighting {
 
 // What is subtracted from a target: logits of an Element, or weights for kind kKnown. Weights are 0
 // from `size` on, where nothing is read; `size` may be negative.
-struct DraftWeights {
+struct Subtrahend {
   const void* data;
   int64_t size;
   Weighting weighting;
@@ -49,7 +49,7 @@ struct RowKernels {
   // By the draft's kind: out[i] = max(ratio * weight(logits[i]) - draft's weight i, 0); returns
   // their sum. A null `out` is not filled, else up to a multiple of kLanes.
   double (*excess[kDraftKinds])(const void* logits, int64_t size, const float* lane_maxima,
-                                const Weighting&, float ratio, const DraftWeights&, float* out);
+                                const Weighting&, float ratio, const Subtrahend&, float* out);
   // Adds to sums[i] the weights of the logits above bounds[i]; bounds ascend, none is cut off.
   void (*sums_above)(const void* logits, int64_t size, const float* lane_maxima, const Weighting&,
                      const float* bounds, double* sums);

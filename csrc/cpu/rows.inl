@@ -138,7 +138,7 @@ FASTSPEC_INLINE F32x16 draft_weight(const Known* x, int64_t size, const Weightin
 
 template <class T, class D>
 double row_excess(const void* logits, int64_t size, const float* lane_maxima,
-                  const Weighting& weighting, float ratio, const DraftWeights& draft, float* out) {
+                  const Weighting& weighting, float ratio, const Subtrahend& draft, float* out) {
   const T* x = static_cast<const T*>(logits);
   const D* taken = static_cast<const D*>(draft.data);
   const F32x16 zero = broadcast(0.0f);
