@@ -84,7 +84,7 @@ class Request:
         encoder_input: the prompt of an encoder-decoder.
         rereads_above: length above which its model rereads the text, see `RotaryLengths`.
         rules: logit rules other than `params`; None = none.
-        prediction: what the output may resemble, for drafters that copy, see `reads`.
+        prediction: what the output may resemble, for drafters that copy, see `prompt_to_copy`.
         num_prompt_tokens: leading token_ids that were given.
         first_read_len: num_prompt_tokens, or the length of the text when it was last reread because
             it had outgrown rereads_above.
@@ -113,18 +113,17 @@ class Request:
         self.num_prompt_tokens = self.first_read_len = len(self.token_ids)
 
     @cached_property
-    def reads(self) -> tuple[list[int], int]:
-        """What drafters that copy read before token_ids from a place on, and that place.
+    def prompt_to_copy(self) -> list[int]:
+        """What drafters that copy read in place of the prompt.
 
-        It is the input of an encoder, and with a prediction also the prompt, the prediction and the
-        prompt's end. The output then follows the end of the prompt as the prediction does, and of
-        equally long matches the latest are in the output, the next in the prediction.
+        Before it comes the input of an encoder; after it a prediction, and the prompt's end again.
+        The output then follows the end of the prompt as the prediction does, and of equally long
+        matches the latest are in the output, the next in the prediction.
         """
-        read = [] if self.encoder_input is None else self.encoder_input.token_ids
-        if not self.prediction:
-            return read, 0
         prompt = self.token_ids[: self.num_prompt_tokens]
-        return read + prompt + self.prediction + prompt[-_COPY_CONTEXT:], self.num_prompt_tokens
+        if self.prediction:
+            prompt = prompt + self.prediction + prompt[-_COPY_CONTEXT:]
+        return prompt if self.encoder_input is None else self.encoder_input.token_ids + prompt
 
     @property
     def room(self) -> int:
@@ -390,7 +389,7 @@ class Drafter(Protocol):
     tokens raises depending on what it drew.
 
     One that has a true attribute `copies_texts` also gets requests with a prediction, which others
-    are spared: it copies from `request.reads`, too.
+    are spared: it reads `request.prompt_to_copy`.
     """
 
     name: str

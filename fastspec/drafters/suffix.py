@@ -221,9 +221,9 @@ class SuffixDrafter:
         own = self._own.get(request)
         if own is None:
             own = self._own[request] = SuffixIndex()
-        read, skipped = request.reads
-        own.add(read[len(own) :])
-        own.add(request.token_ids[skipped + len(own) - len(read) :])
+        prompt = request.prompt_to_copy
+        own.add(prompt[len(own) :])
+        own.add(request.token_ids[request.num_prompt_tokens + len(own) - len(prompt) :])
         indices = [own, *self._corpus.indices]
         if is_coupled or request.params.temperature == 0:
             indices += self._past.indices

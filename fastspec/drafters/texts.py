@@ -22,7 +22,7 @@ class Texts(NamedTuple):
 class TextStore:
     """One row per request; a step uploads only the tokens committed since the last one.
 
-    A text begins with what `Request.reads` says; of an encoder-decoder, the decoder's start token
+    A text begins with `Request.prompt_to_copy`; of an encoder-decoder, the decoder's start token
     prevents matches across the boundary.
     """
 
@@ -54,8 +54,9 @@ class TextStore:
         values: list[int] = []
         places: list[int] = []
         for request, text, row, length in zip(requests, texts, rows, lengths, strict=True):
-            start, (read, skipped) = self._lengths[request.request_id], request.reads
-            values += read[start:] + text[skipped + max(0, start - len(read)) :]
+            start, prompt = self._lengths[request.request_id], request.prompt_to_copy
+            values += prompt[start:]
+            values += text[request.num_prompt_tokens + max(0, start - len(prompt)) :]
             places += range(row * width + start, row * width + length)
             self._lengths[request.request_id] = length
         packed = device_tensor([*values, *places, *rows, *lengths], torch.int64, device)
@@ -91,5 +92,4 @@ class TextStore:
 
 def row_length(request: Request, length: int) -> int:
     """Return the tokens that copies read of a text of so many tokens itself."""
-    read, skipped = request.reads
-    return len(read) + length - skipped
+    return len(request.prompt_to_copy) + length - request.num_prompt_tokens

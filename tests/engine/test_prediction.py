@@ -73,10 +73,8 @@ def test_a_prediction_comes_before_the_prompt_where_both_match():
     texts = TextStore().update(batch_of(request))
     draft = PromptLookupDrafter(2, 8).copy(texts, 3).tolist()
     assert draft == [new[4:7]]
-    read, skipped = request.reads
-    assert read == [*old, 1, *new, 2, *old[-15:], 1]
-    assert skipped == len(old) + 1
-    assert texts.token_ids[0].tolist() == read + new[:4]
+    assert request.prompt_to_copy == [*old, 1, *new, 2, *old[-15:], 1]
+    assert texts.token_ids[0].tolist() == request.prompt_to_copy + new[:4]
 
 
 def test_an_interrupt_leaves_the_beginning_of_what_is_read():
