@@ -170,8 +170,7 @@ class Batch:
         own_limits: K of each request, if some ask for less; it selects random numbers.
         is_coupled: tokens are drawn by numbers tied to their position in the text, so drafts drawn
             by the same numbers are accepted more often, see `fastspec_kernels.sample_coupled`.
-        num_model_tokens: if a schedule controls a draft model that does not make all proposals, the
-            model's share of num_draft_tokens.
+        num_model_tokens: what a schedule wants of the model of a `PartlyScheduled` drafter.
     """
 
     requests: Sequence[Request]
@@ -263,8 +262,8 @@ class Proposal:
             if there is none; None = column x is token x.
         branch: for trees only: accepted tokens count as written by its writer as far as they match
             its path. The tree need not contain the whole path.
-        num_asked: if the batch has num_model_tokens: tokens requested of the draft model for each
-            request, None where the proposal is not the model's.
+        num_asked: of a `PartlyScheduled` drafter: tokens requested of its model for each request,
+            None where the proposal is not the model's.
     """
 
     token_ids: Tensor
@@ -417,6 +416,14 @@ class TreeProposer(Drafter, Protocol):
     def max_nodes(self, num_speculative_tokens: int) -> int:
         """Return the maximum columns of a proposal whose paths may have that many tokens."""
         ...
+
+
+@runtime_checkable
+class PartlyScheduled(Drafter, Protocol):
+    """A drafter of whose parts a schedule controls `model` alone, as the others cost no pass."""
+
+    model: Drafter
+    num_model_tokens: int  # K of the model; batch.num_model_tokens may be less
 
 
 @runtime_checkable

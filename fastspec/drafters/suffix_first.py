@@ -24,13 +24,12 @@ class SuffixFirst:
 
     A copy costs no pass, and is accepted further than what a draft model of any size guesses. The
     choice depends only on the text, and each proposal is verified against the distribution it was
-    drawn from, so output stays exact. A schedule controls how much the model drafts, based on the
-    model's own drafts; copies are free and do not depend on it.
+    drawn from, so output stays exact. A schedule learns from the model's own drafts alone.
 
     Args:
         model: drafts chains or trees.
         copies: drafts the copies.
-        num_tokens: maximum tokens that the model drafts on a path.
+        num_model_tokens: maximum tokens that the model drafts on a path.
         num_copied: maximum tokens of a copy.
         draws: whether the model samples for sampled requests, so that its proposals have logits.
     """
@@ -42,7 +41,7 @@ class SuffixFirst:
         self,
         model: Drafter,
         copies: SuffixDrafter,
-        num_tokens: int,
+        num_model_tokens: int,
         num_copied: int,
         draws: bool,
     ):
@@ -54,7 +53,7 @@ class SuffixFirst:
         # For proposals without the model: one column, plus those for copied tokens.
         token_0 = torch.zeros(1, dtype=torch.int64, device=draft.runner.device)
         self._least_vocabulary = DraftVocabulary(draft.vocabulary.size, token_0)
-        self.model, self.num_tokens = model, num_tokens  # a schedule controls these
+        self.model, self.num_model_tokens = model, num_model_tokens
         self._copies, self._num_copied = copies, num_copied
         self._draws = draws
 
@@ -70,7 +69,7 @@ class SuffixFirst:
             if copy := self._copies.find_copy(request, most, batch.is_coupled):
                 copied[place] = copy
         asked = [
-            None if place in copied else min(num, self.num_tokens)
+            None if place in copied else min(num, self.num_model_tokens)
             for place, num in enumerate(batch.num_model_tokens or wanted)
         ]
         depths = [num or 0 for num in asked]
@@ -91,7 +90,7 @@ class SuffixFirst:
 
     def _drafted(self, batch: Batch, depths: list[int]) -> Proposal:
         """Return the model's proposal for the requests with a depth, with counts and writers."""
-        num, nodes = min(batch.num_speculative_tokens, self.num_tokens), depths
+        num, nodes = min(batch.num_speculative_tokens, self.num_model_tokens), depths
         if self._is_tree:
             most = cast(TreeProposer, self.model).max_nodes(num)
             room = zip(batch.max_nodes, depths, strict=True)
@@ -199,7 +198,7 @@ class SuffixFirstTrees(SuffixFirst):
 
     def max_nodes(self, num_speculative_tokens: int) -> int:
         """Return the maximum nodes of a tree whose paths may have that many tokens."""
-        num = min(num_speculative_tokens, self.num_tokens)
+        num = min(num_speculative_tokens, self.num_model_tokens)
         copied = min(num_speculative_tokens, self._num_copied)
         return max(copied, self.model.max_nodes(num))
 

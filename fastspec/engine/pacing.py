@@ -9,8 +9,7 @@ import torch
 
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.drafters import Drafter, Proposal, TreeProposer
-from fastspec.drafters.base import Batch
-from fastspec.drafters.suffix_first import SuffixFirst
+from fastspec.drafters.base import Batch, PartlyScheduled
 from fastspec.engine.block_manager import BlockManager
 from fastspec.engine.request import EngineRequest
 from fastspec.engine.request_factory import RequestFactory
@@ -40,7 +39,7 @@ class Pacer:
     _measured_of: tuple[Drafter, int] | None = field(default=None, init=False)
 
     def schedule(self, drafter: Drafter, num_speculative_tokens: int) -> Schedule | None:
-        """Return the schedule; None = always K. For a drafter that copies first, its model's.
+        """Return the schedule; None = always K. For a `PartlyScheduled` drafter, its model's.
 
         Raises:
             ValueError: the drafter proposes token trees, step_costs do not fit K, or the cache has
@@ -52,8 +51,8 @@ class Pacer:
             raise ValueError("schedule: expected 'constant' for token trees")
         if isinstance(self.spec.schedule, Schedule):
             return self.spec.schedule
-        if isinstance(drafter, SuffixFirst):
-            num_speculative_tokens = min(num_speculative_tokens, drafter.num_tokens)
+        if isinstance(drafter, PartlyScheduled):
+            num_speculative_tokens = min(num_speculative_tokens, drafter.num_model_tokens)
             drafter = drafter.model
         if self.spec.schedule == "heuristic":
             return HeuristicSchedule(num_speculative_tokens)

@@ -10,8 +10,7 @@ from fastspec.config import EngineConfig, SamplingParams, SpecConfig, is_int
 from fastspec.config.checks import require, require_int
 from fastspec.config.k_matrix import MAX_DRAFT_TOKENS
 from fastspec.drafters import Drafter, Proposal, TreeProposer
-from fastspec.drafters.base import Batch, NoDrafter, Request, check_proposal
-from fastspec.drafters.suffix_first import SuffixFirst
+from fastspec.drafters.base import Batch, NoDrafter, PartlyScheduled, Request, check_proposal
 from fastspec.engine.acceptance import reads_draft_logits, usable_drafts
 from fastspec.engine.pacing import Pacer
 from fastspec.engine.request import EngineRequest
@@ -245,11 +244,8 @@ class Speculation:
         return [0 if is_free else num for num, is_free in zip(wanted, free, strict=True)]
 
     def _as_planned(self, batch: Batch, planned: list[int]) -> Batch:
-        """Return a batch with the draft tokens of a schedule.
-
-        If copies come first, the schedule controls only the draft model, as they cost nothing.
-        """
-        if isinstance(self.drafter, SuffixFirst):
+        """Return a batch with the draft tokens of a schedule."""
+        if isinstance(self.drafter, PartlyScheduled):
             return replace(batch, num_model_tokens=planned)
         return replace(batch, num_draft_tokens=planned, max_nodes=planned)
 
