@@ -9,8 +9,8 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
-from functools import cache, partial, wraps
-from inspect import signature
+from functools import cache, wraps
+from inspect import Parameter, signature
 from pathlib import Path
 from textwrap import wrap
 from typing import Any, ParamSpec, TypeVar
@@ -20,6 +20,7 @@ from fastspec.config.checks import is_int, is_number, require
 Config = TypeVar("Config")
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
+_OF_VLLM = {"model": "target", "speculative_config": "spec"}  # arguments of its engine, and ours
 LARGEST_INT32 = 2**31 - 1
 _SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?) ?(?:([KMGT])(i?)B)?")
 
@@ -209,7 +210,7 @@ def documented(config: type[Config]) -> type[Config]:
         text = f"{declared.name}: {declared.help} {declared.details}"
         lines += wrap(text, 100, initial_indent="    ", subsequent_indent="        ")
     config.__doc__ = "\n".join([*lines, "Raises:", "    ValueError: a value out of range."])
-    init: Any = with_hints(partial(_hint, config))(config.__init__)
+    init: Any = with_hints(config.__init__)
     config.__init__ = init
     return config
 
@@ -233,25 +234,36 @@ def _hint(config: type, name: Any) -> str:
     return f"known are {', '.join(signature(config).parameters)}"
 
 
-def with_hints(
-    hint: Callable[[str], str],
-) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
+def with_hints(init: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
     """Decorate an `__init__` so that its errors of unknown keyword arguments end with a hint."""
+    known = signature(init).parameters
 
-    def decorated(init: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-        known = signature(init).parameters
+    @wraps(init)
+    def checked(*args: _Arguments.args, **given: _Arguments.kwargs) -> _Result:
+        for name in given:
+            if name not in known:
+                kind = type(args[0])
+                hint = _hint(kind, name) if issubclass(kind, Options) else _place(known, name)
+                raise TypeError(f"{kind.__name__}: unknown argument {name!r}; {hint}")
+        return init(*args, **given)
 
-        @wraps(init)
-        def checked(*args: _Arguments.args, **given: _Arguments.kwargs) -> _Result:
-            for name in given:
-                if name not in known:
-                    kind = type(args[0]).__name__
-                    raise TypeError(f"{kind}: unknown argument {name!r}; {hint(name)}")
-            return init(*args, **given)
+    return checked
 
-        return checked
 
-    return decorated
+def _place(known: Mapping[str, Parameter], name: str) -> str:
+    """Say which of these arguments has an unknown one in it, or means what it means in vLLM."""
+    if name in _OF_VLLM:
+        return f"it is {_OF_VLLM[name]} here"
+    defaults = {argument: known[argument].default for argument in sorted(known)}
+    configs = [
+        (each, type(value)) for each, value in defaults.items() if isinstance(value, Options)
+    ]
+    found = [(argument, name) for argument, kind in configs if name in signature(kind).parameters]
+    found += [(argument, meant_field(kind, name)) for argument, kind in configs]
+    for argument, meant in found:
+        if meant is not None:
+            return f"pass {argument}={{{meant!r}: ...}}"
+    return f"see the options of {' and '.join(argument for argument, _ in configs)}"
 
 
 def config_of(name: str, value: Any, kind: type[Config]) -> Config:

@@ -4,7 +4,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from inspect import signature
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NoReturn
@@ -14,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.checks import require, require_one_of
-from fastspec.config.options import meant_field, with_hints
+from fastspec.config.options import with_hints
 from fastspec.drafters.base import Drafter
 from fastspec.drafters.context import DrafterContext, DrafterSource
 from fastspec.drafters.draft_model import draft_model_of
@@ -40,19 +39,6 @@ from fastspec.models.model_kinds import check_same_kind, paged_model_of, prefix_
 from fastspec.models.named import usual_spec
 from fastspec.models.runner import runner_of
 from fastspec.models.shared_vocabulary import vocabulary_of
-
-
-def _hint(name: str) -> str:
-    """Say how to pass an argument that `Engine` has not, but perhaps its configs or vLLM have."""
-    if name in ("model", "speculative_config"):
-        return f"it is {'target' if name == 'model' else 'spec'} here"
-    pairs = ("config", EngineConfig), ("spec", SpecConfig)
-    found = [(argument, name) for argument, kind in pairs if name in signature(kind).parameters]
-    found += [(argument, meant_field(kind, name)) for argument, kind in pairs]
-    for argument, field in found:
-        if field is not None:
-            return f"pass {argument}={{{field!r}: ...}}"
-    return "see the options of config and spec"
 
 
 class Engine:
@@ -88,7 +74,7 @@ class Engine:
 
     _applies_generation_config = False  # whether requests come with the model's already applied
 
-    @with_hints(_hint)
+    @with_hints
     def __init__(
         self,
         target: str | Path | PreTrainedModel,
