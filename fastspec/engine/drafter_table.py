@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from fastspec.config import SpecConfig
-from fastspec.config.checks import require
+from fastspec.config import SamplingParams, SpecConfig
+from fastspec.config.checks import require, require_one_of
 from fastspec.config.methods import method_named
 from fastspec.drafters import Drafter, GlideDrafter
 from fastspec.drafters.base import CorpusReader
@@ -27,10 +27,13 @@ logger = logging.getLogger(__name__)
 
 
 class DrafterTable(dict[str | None, Speculation]):
-    """All drafters of an engine, by `SamplingParams.drafter`; None is the engine's own.
+    """All drafters of an engine, by `SamplingParams.drafter`.
+
+    None is the engine's own, and "none" decodes plainly.
 
     Args:
         drafting: the target and the options that drafters are made for.
+        plan: of the engine's own drafter; None = plain decoding.
         runner, block_manager: those of the target.
         factory: makes the requests with which steps are measured.
     """
@@ -38,6 +41,7 @@ class DrafterTable(dict[str | None, Speculation]):
     def __init__(
         self,
         drafting: DrafterContext,
+        plan: DrafterPlan | None,
         runner: ModelRunner,
         block_manager: BlockManager,
         factory: RequestFactory,
@@ -45,40 +49,37 @@ class DrafterTable(dict[str | None, Speculation]):
         super().__init__()
         self._drafting, self._runner = drafting, runner
         self._block_manager, self._factory = block_manager, factory
+        self._add(None, drafting.spec, plan)
+        plain = SpecConfig("none", rejection_sample_method=drafting.spec.rule_beside)
+        self._add("none", plain, None)
 
-    def plan(self, spec: SpecConfig, drafter: DrafterSource | None) -> DrafterPlan | None:
-        """Plan a drafter without building it, see `plan_drafter`."""
+    def add(self, name: str, spec: SpecConfig, drafter: DrafterSource | None) -> None:
+        """Add a drafter and turn it on; see `Engine.add_drafter`."""
+        is_name = isinstance(name, str) and name != ""
+        free = is_name and name not in self
+        require("name", name, free, "a name that no drafter of the engine has")
         if (ranks := self._runner.paged_model.ranks) is not None:
             ranks.check(call="add_drafter", spec=spec)
-        return plan_drafter(replace(self._drafting, spec=spec, drafter=drafter))
+        plan = plan_drafter(replace(self._drafting, spec=spec, drafter=drafter))
+        if plan is None:
+            raise ValueError('spec: it names no drafter; "none" already decodes plainly')
+        self._add(name, spec, plan)
 
-    def add(self, name: str | None, spec: SpecConfig, plan: DrafterPlan | None) -> Speculation:
-        """Add a drafter under an unused name and turn it on; a plan of None = plain decoding.
+    def remove(self, name: str, unfinished: Sequence[EngineRequest]) -> None:
+        """Remove a drafter that `add` added; see `Engine.remove_drafter`."""
+        names = [each for each in self if each not in (None, "none")]
+        require("name", name, name in names, f"one of {names}")
+        users = {request.public_id for request in unfinished if request.params.drafter == name}
+        if users:
+            raise ValueError(f"name: {name!r} drafts for unfinished requests: {sorted(users)}")
+        if (error := self.pop(name).error) is not None:
+            raise error
 
-        Raises:
-            ValueError: K is too large, or the drafter does not fit the target or the options.
-        """
-        paged_target, config = self._runner.paged_model, self._drafting.config
-        spec = _as_planned(spec, plan)
-        pacer = Pacer(spec, self._runner, self._block_manager, self._factory, config)
-        ranks = paged_target.ranks
-        make_speculation = Speculation if ranks is None else partial(SharedSpeculation, ranks)
-        speculation = make_speculation(
-            self._runner.device,
-            paged_target.vocab_size,
-            spec,
-            config,
-            paged_target.chains_only,
-            pacer,
-        )
-        count, option = speculation.usual_num_speculative_tokens, "num_speculative_tokens"
-        if count > spec.num_model_tokens(config.max_n_spec_tokens):
-            option = "tree_suffix" if spec.tree_suffix else "suffix_tokens"
-        speculation.check_count(option, count)
-        if plan is not None:
-            speculation.enable(self._built(plan), count, [])
-        self[name] = speculation
-        return speculation
+    def check_request(self, params: SamplingParams) -> None:
+        """Raise ValueError if a request asks for a drafter, or for drafts, that it cannot get."""
+        if params.drafter is not None:
+            require_one_of("drafter", params.drafter, [each for each in self if each is not None])
+        self[params.drafter].check_request(params)
 
     def enable(
         self,
@@ -130,6 +131,33 @@ class DrafterTable(dict[str | None, Speculation]):
             if (error := speculation.take_error()) is not None:
                 error.__dict__["outputs"] = list(outputs)
                 raise error
+
+    def _add(self, name: str | None, spec: SpecConfig, plan: DrafterPlan | None) -> None:
+        """Add a drafter under an unused name and turn it on; a plan of None = plain decoding.
+
+        Raises:
+            ValueError: K is too large, or the drafter does not fit the target or the options.
+        """
+        paged_target, config = self._runner.paged_model, self._drafting.config
+        spec = _as_planned(spec, plan)
+        pacer = Pacer(spec, self._runner, self._block_manager, self._factory, config)
+        ranks = paged_target.ranks
+        make_speculation = Speculation if ranks is None else partial(SharedSpeculation, ranks)
+        speculation = make_speculation(
+            self._runner.device,
+            paged_target.vocab_size,
+            spec,
+            config,
+            paged_target.chains_only,
+            pacer,
+        )
+        count, option = speculation.usual_num_speculative_tokens, "num_speculative_tokens"
+        if count > spec.num_model_tokens(config.max_n_spec_tokens):
+            option = "tree_suffix" if spec.tree_suffix else "suffix_tokens"
+        speculation.check_count(option, count)
+        if plan is not None:
+            speculation.enable(self._built(plan), count, [])
+        self[name] = speculation
 
     def _built(self, plan: DrafterPlan) -> Drafter:
         check_same_kind(self._runner.paged_model, plan.models)

@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
-from fastspec.config.checks import require, require_one_of
+from fastspec.config.checks import require
 from fastspec.config.options import with_hints
 from fastspec.drafters.base import Drafter
 from fastspec.drafters.context import DrafterContext, DrafterSource
@@ -119,10 +119,9 @@ class Engine:
         self._runner = runner_of(paged_target, num_blocks, config)
         block_manager = BlockManager(num_blocks, config.block_size, config.prefix_caching)
         self._scheduler = Scheduler(block_manager, config.max_batch_size)
-        self._drafter_table = DrafterTable(drafting, self._runner, block_manager, self._factory)
-        self._speculation = self._drafter_table.add(None, spec, plan)
-        plain = SpecConfig("none", rejection_sample_method=spec.rule_beside)
-        self._drafter_table.add("none", plain, None)
+        parts = self._runner, block_manager, self._factory
+        self._drafter_table = DrafterTable(drafting, plan, *parts)
+        self._speculation = self._drafter_table[None]
         make_loop = Loop if ranks is None else partial(SameRounds, ranks)
         self._loop = make_loop(
             scheduler=self._scheduler,
@@ -176,7 +175,10 @@ class Engine:
                     continue
                 place = event.prompt_index
                 stats.add(event.output.stats)
-                bar.set_postfix(_speed(stats, perf_counter() - start), refresh=False)
+                speed = {"tok/s": f"{stats.num_output_tokens / (perf_counter() - start):.1f}"}
+                if (rate := stats.acceptance_rate) is not None:
+                    speed["acceptance"] = f"{rate:.2f}"
+                bar.set_postfix(speed, refresh=False)
                 bar.update(len(samples[place]) == params_list[place].n)
         return [with_others(outputs) for outputs in samples]
 
@@ -364,14 +366,7 @@ class Engine:
             ValueError: the name is in use, or the drafter or an option cannot be used.
         """
         with self._turn:
-            is_name = isinstance(name, str) and name != ""
-            free = is_name and name not in self._drafter_table
-            require("name", name, free, "a name that no drafter of the engine has")
-            spec = SpecConfig.of(spec)
-            plan = self._drafter_table.plan(spec, drafter)
-            if plan is None:
-                raise ValueError('spec: it names no drafter; "none" already decodes plainly')
-            self._drafter_table.add(name, spec, plan)
+            self._drafter_table.add(name, SpecConfig.of(spec), drafter)
 
     def remove_drafter(self, name: str) -> None:
         """Remove a drafter that `add_drafter` added.
@@ -380,14 +375,8 @@ class Engine:
             ValueError: there is no drafter of that name, or unfinished requests use it.
         """
         with self._turn:
-            names = [each for each in self._drafter_table if each not in (None, "none")]
-            require("name", name, name in names, f"one of {names}")
-            requests = (*self._scheduler.running, *self._scheduler.waiting)
-            users = {request.public_id for request in requests if request.params.drafter == name}
-            if users:
-                raise ValueError(f"name: {name!r} drafts for unfinished requests: {sorted(users)}")
-            if (error := self._drafter_table.pop(name).error) is not None:
-                raise error
+            unfinished = (*self._scheduler.running, *self._scheduler.waiting)
+            self._drafter_table.remove(name, unfinished)
 
     def add_corpus(self, texts: Prompt | Sequence[Prompt]) -> None:
         """Add texts that suffix decoding may copy from, in addition to those of requests.
@@ -531,23 +520,11 @@ class Engine:
         decoder_input_ids: Sequence[int] | None = None,
     ) -> list[EngineRequest]:
         samples = self._factory.build(prompt, params, request_id, decoder_input_ids)
-        request = samples[0]
-        name = request.public_id
+        name = samples[0].public_id
         if self._scheduler.samples(name) or name in self._loop.inboxes:
             raise ValueError(f"request_id: {name!r} is already running")
         if any(event.request_id == name for event in self._loop.events):
             raise ValueError(f"request_id: {name!r} has events that step() has not returned yet")
-        drafter = request.params.drafter
-        if drafter is not None:
-            names = [each for each in self._drafter_table if each is not None]
-            require_one_of("drafter", drafter, names)
-        self._drafter_table[drafter].check_request(request.params)
-        self._scheduler.check_fits(request)
+        self._drafter_table.check_request(params)
+        self._scheduler.check_fits(samples[0])
         return samples
-
-
-def _speed(stats: SpecStats, seconds: float) -> dict[str, str]:
-    """Return what a progress bar shows for finished requests."""
-    speed = {"tok/s": f"{stats.num_output_tokens / seconds:.1f}"}
-    rate = stats.acceptance_rate
-    return speed if rate is None else speed | {"acceptance": f"{rate:.2f}"}
