@@ -386,21 +386,18 @@ class SpecConfig(Options):
         return cls(value) if isinstance(value, str) else config_of("spec", value, cls)
 
     def for_repeated_prompts(self) -> "SpecConfig":
-        """This config for prompts that are decoded repeatedly, as in benchmarks: earlier outputs,
-        which `suffix` would copy, are ignored unless its options say otherwise."""
+        """This config without copies of earlier outputs, unless asked for, as in benchmarks."""
         name = "suffix_max_cached_tokens"
         if self._reads(name) and self.suffix_max_cached_tokens is None:
             return replace(self, suffix_max_cached_tokens=_FEWEST_SUFFIX_TOKENS)
         return self
 
     def num_draft_tokens(self, most: int | None = None) -> int:
-        """K, the maximum tokens of a proposal: num_model_tokens(most), or a copy's if that is
-        more."""
+        """K, the most tokens of a proposal: num_model_tokens(most), or those of a longer copy."""
         return max(self.num_model_tokens(most), self.suffix_tokens or 0, self.tree_suffix)
 
     def num_model_tokens(self, most: int | None = None) -> int:
-        """K without copies: the given value, that of a cascade's k_matrix, or else the usual one,
-        limited to `most`."""
+        """K without copies: as given, by a cascade's k_matrix, or the usual one, up to `most`."""
         if self.num_speculative_tokens is not None:
             return self.num_speculative_tokens
         if method_named(self.method).sets_length:
@@ -468,16 +465,11 @@ class SpecConfig(Options):
         return factor, least, self.value_of("suffix_max_cached_tokens")
 
     @property
-    def ngram_counts(self) -> tuple[int, int]:
-        """The size of n-grams and the number of fillers, or their defaults."""
-        return self.value_of("ngram_size"), self.value_of("filler_top_k")
-
-    @property
     def reads_target(self) -> str:
         """What the drafter reads from the target in addition to its text; empty = nothing."""
         if self.copies_target:
             return method_named("quantized").reads_target
-        if self.method == "ngram" and self.ngram_counts[1] > 1:
+        if self.method == "ngram" and self.value_of("filler_top_k") > 1:
             return "the target's top tokens (filler_top_k above 1)"
         return method_named(self.method).reads_target
 

@@ -160,7 +160,7 @@ def _windows(texts: Texts, places: Tensor, num: int) -> Tensor:
 def build(context: DrafterContext) -> NgramDrafter:
     """Build method "ngram"."""
     spec = context.spec
-    size, fillers = spec.ngram_counts
+    size, fillers = spec.value_of("ngram_size"), spec.value_of("filler_top_k")
     vocab_size = context.vocab_size if spec.ngram_guesses else None
     is_shared = spec.ngram_store == "engine"
     table = NgramTable(size - 1, spec.ngram_one_level) if is_shared else None

@@ -322,11 +322,12 @@ class PagedModel:
         Only if they are at most half of the target's `size` tokens.
         """
         head = self.model.get_output_embeddings()
-        if type(head) is not ReducedHead or not _is_worth_mapping(head.token_ids, size):
+        known = head.token_ids if type(head) is ReducedHead else None
+        if known is None or 2 * len(known) > size or int(known.max()) >= size:
             return DraftVocabulary(size)
         head.is_spread = False
-        self.num_columns = len(head.token_ids)
-        return DraftVocabulary(size, head.token_ids)
+        self.num_columns = len(known)
+        return DraftVocabulary(size, known)
 
     def resume(self, key: StateKey, start: int) -> int:
         """Return where a sequence's next span must begin if its first `start` tokens are valid."""
@@ -376,8 +377,8 @@ class PagedModel:
         calls: list[AttentionCall] = []
         count = TRIAL_TOKENS if layers else 1
         places = torch.arange(count, device=self.device)
-        # Far apart, because some models scale by position, but only beyond the first thousands.
-        most = (self.max_positions or count) - 1  # some models scale queries from a place on
+        # Far apart, because some models scale queries, but only beyond the first thousands.
+        most = (self.max_positions or count) - 1
         positions = places * most // max(count - 1, 1)
         input_ids, first = places * (self.vocab_size // count), places[:1]
         wide = torch.cat([positions, places, first])
@@ -432,10 +433,6 @@ class PagedModel:
                     f"{self.name}: `generate` keeps {kept} tokens of layer {call.layer}, whose"
                     f" attention is given {told}: not supported"
                 )
-
-
-def _is_worth_mapping(token_ids: Tensor, size: int) -> bool:
-    return 2 * len(token_ids) <= size and int(token_ids.max()) < size
 
 
 def _kept_windows(text_config: Any) -> dict[int, int]:

@@ -131,7 +131,7 @@ def test_what_is_told_of_an_option_that_is_not_given_is_what_counts():
     counts = [SpecConfig(method).num_draft_tokens() for method in ("mag", "suffix")]
     assert counts == [5, 24]
     factor, least, kept = SpecConfig("suffix").suffix_limits
-    size, fillers = SpecConfig("ngram").ngram_counts
+    size, fillers = map(SpecConfig("ngram").value_of, ("ngram_size", "filler_top_k"))
     counts = {
         "prompt_lookup_min": SpecConfig("prompt_lookup").lookup_lengths[0],
         "ngram_size": size,
