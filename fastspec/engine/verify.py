@@ -34,16 +34,16 @@ def prefill(runner: ModelRunner, requests: list[EngineRequest], most: int) -> in
         start = runner.paged_model.resume(request.state_key, request.num_cached)
         spans.append(request.span(start, min(len(request.token_ids) - 1 - start, most - num_read)))
         num_read += spans[-1].count
-    ends = [span.start + span.count for span in spans]
-    triples = list(zip(requests, spans, ends, strict=True))
-    others = [triple for triple in triples if not triple[0].lacks_prompt_logprobs]
+    ids, others = [], []
     for request, span in zip(requests, spans, strict=True):
-        if request.lacks_prompt_logprobs and span.count:
+        if not request.lacks_prompt_logprobs:
+            ids.append(request.token_ids[span.start : span.start + span.count])
+            others.append(span)
+        elif span.count:
             _read_with_logprobs(runner, request, span)
-    ids = [request.token_ids[span.start : end] for request, span, end in others]
-    runner.prefill(ids, [span for _, span, _ in others])
-    for request, _, end in triples:
-        request.num_cached = end
+    runner.prefill(ids, others)
+    for request, span in zip(requests, spans, strict=True):
+        request.num_cached = span.start + span.count
     return num_read
 
 
