@@ -105,9 +105,8 @@ class Engine:
         vocab_size = paged_target.vocab_size
         self._factory = RequestFactory(
             PromptReader(tokenizer, vocab_size, self.max_model_len, config.prompt_template),
+            paged_target,
             eos_token_ids(model),
-            paged_target.decoder_start_id,
-            paged_target.rotary.rereads_above if paged_target.rotary else None,
             not config.prefix_caching and prefix_obstacle(paged_target, config) is None,
             new_seeds(ranks),
         )

@@ -16,6 +16,7 @@ from fastspec.engine.prompt_reader import PromptReader
 from fastspec.engine.prompts import Prompt
 from fastspec.engine.request import EngineRequest
 from fastspec.models.layout import EncoderInput
+from fastspec.models.paged_model import PagedModel
 
 _BEFORE_INDEX = "\0"  # separates the index in sample ids, which let drafters tell samples apart
 
@@ -40,19 +41,15 @@ class RequestFactory:
     """Builds requests for one target.
 
     Attributes:
-        reader: converts the prompts.
+        reader: converts the prompts; those of an encoder-decoder are read by its encoder.
         eos_ids: ids that end a text.
-        decoder_start_id: first token of an encoder-decoder's decoder (its encoder reads the
-            prompts); None for a decoder.
-        rereads_above: number of tokens above which the target rereads the text.
         shares_prompts: whether the samples of a prompt share its blocks among themselves only.
         new_seed: makes seeds for requests without one.
     """
 
     reader: PromptReader
+    target: PagedModel
     eos_ids: frozenset[int]
-    decoder_start_id: int | None
-    rereads_above: int | None
     shares_prompts: bool
     new_seed: Callable[[], int]
 
@@ -84,11 +81,11 @@ class RequestFactory:
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params: expected SamplingParams, got {type(params).__name__}")
         token_ids, encoder_input = self.reader.ids(prompt), None
-        if self.decoder_start_id is not None:
+        if (start_id := self.target.decoder_start_id) is not None:
             why = "an encoder-decoder does not predict its prompt"
             refuse("prompt_logprobs", params.prompt_logprobs, why)
             encoder_input = self._encoder_input(token_ids)
-            token_ids = [self.decoder_start_id]
+            token_ids = [start_id]
         if decoder_input_ids is not None:
             begun = self.reader.checked_ids("decoder_input_ids", decoder_input_ids)
             if encoder_input is None or begun[:1] != token_ids:
@@ -108,7 +105,7 @@ class RequestFactory:
         root = Content(None) if params.n > 1 and self.shares_prompts else None
         structure = params.structured_outputs
         grammar = None if structure is None else self._grammars.compile(structure)
-        prediction = self._prediction(params)
+        prediction, rotary = self._prediction(params), self.target.rotary
         requests = [
             EngineRequest(
                 request_id=f"{request_id}{_BEFORE_INDEX}{index}" if index else request_id,
@@ -122,7 +119,7 @@ class RequestFactory:
                 max_len=min(len(token_ids) + most, self.reader.max_model_len),
                 detokenizer=self._detokenizer(params, token_ids),
                 encoder_input=encoder_input,
-                rereads_above=self.rereads_above,
+                rereads_above=rotary and rotary.rereads_above,
                 rules=self._rules(params, token_ids, stop_ids, grammar and grammar.copy()),
                 prediction=prediction,
             )
