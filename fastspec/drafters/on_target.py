@@ -46,7 +46,7 @@ class OnTargetDrafter(DraftModelDrafter):
                 f"method: {name!r} needs a plain decoder, but {paged_target.name} is {kind}"
             )
         copy = cls.copy_of(target_model, paged_target, context)
-        own = CopyRunner(copy, target, block_manager, context)
+        own = OnTargetRunner(copy, target, block_manager, context)
         options = context.spec.draws_drafts, context.spec.confidence_threshold
         return cls(own, block_manager, context.vocab_size, *options)
 
@@ -72,7 +72,7 @@ class OnTargetDrafter(DraftModelDrafter):
         return super()._unread(requests, texts, num_rows)
 
 
-class CopyRunner(ModelRunner):
+class OnTargetRunner(ModelRunner):
     """Runs a copy of the target on the pages of the target's runner, also those for inputs."""
 
     def __init__(

@@ -45,23 +45,23 @@ def build(context: DrafterContext) -> DrafterPlan:
     probabilistic = spec.draws_drafts
     options = spec.lenience, context.config.backend
 
-    def level(part: Part, copy: OnTargetDrafter | None, block_manager: Blocks) -> Level:
+    def level(part: Part, quantized: OnTargetDrafter | None, block_manager: Blocks) -> Level:
         if isinstance(part, DrafterPlan):
-            assert copy is not None
-            reader = cast(DraftModelDrafter, part.build(copy.runner, block_manager))
-            return ModelLevel(reader, *options, copy)
+            assert quantized is not None
+            reader = cast(DraftModelDrafter, part.build(quantized.runner, block_manager))
+            return ModelLevel(reader, *options, quantized)
         if not isinstance(part, PagedModel):
             return CopyingLevel(part, vocab_size, spec.mag_surplus)
         runner = context.runner(part, block_manager)
-        size = vocab_size if copy is None else context.vocab_size
+        size = vocab_size if quantized is None else context.vocab_size
         return ModelLevel(DraftModelDrafter(runner, block_manager, size, probabilistic), *options)
 
     def drafter(target: ModelRunner | None, block_manager: Blocks) -> Drafter:
-        copy, levels = None, []
+        quantized, levels = None, []
         if spec.copies_target:
-            copy = QuantizedDrafter.for_target(target, block_manager, context)
-            levels = [ModelLevel(copy, *options)]
-        levels += [level(part, copy, block_manager) for part in parts]
+            quantized = QuantizedDrafter.for_target(target, block_manager, context)
+            levels = [ModelLevel(quantized, *options)]
+        levels += [level(part, quantized, block_manager) for part in parts]
         _number(levels)
         return CascadeDrafter(
             levels,

@@ -1,7 +1,7 @@
 """The levels of a cascade: a draft model that reviews or writes, and drafters that copy."""
 
+import copy
 import sys
-from copy import copy
 from dataclasses import replace
 from itertools import accumulate, takewhile
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -277,7 +277,7 @@ class ModelLevel(Level):
 
 def _as_read_by(source: OnTargetDrafter, requests: list[Request]) -> list[Request]:
     """Return the requests as if the target had read what its copy has read."""
-    views = [copy(request) for request in requests]
+    views = [copy.copy(request) for request in requests]
     for view in views:
         view.num_cached = source.num_cached(view)
     return views
