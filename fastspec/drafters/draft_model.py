@@ -102,7 +102,7 @@ class DraftModelDrafter:
         uniforms: Tensor,
         keeps_logits: bool,
         coupled_keys: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None, list[int]]:
+    ) -> Drafts:
         """Continue each text by num_draft_tokens[b] tokens, one pass each, or until unsure.
 
         Args:
@@ -111,8 +111,7 @@ class DraftModelDrafter:
             coupled_keys: [2, B] int64, seeds and lengths, to draw tokens by position instead; texts
                 are then only the committed tokens.
         Returns:
-            Tokens [B, N <= K] int32, -1 after the last one; their logits [B, N, V'] if kept, in the
-            columns of `vocabulary`; and the number of tokens of each text.
+            See `Drafts`, with up to K tokens; the logits are in the columns of `vocabulary`.
         """
         drafting = [b for b, num in enumerate(num_draft_tokens) if num]
         random_inputs = {"uniforms": uniforms}

@@ -262,12 +262,12 @@ class PagedModel:
             shape = (num_layers, num_blocks, block_size, *heads)
             return _pages(torch.empty, shape, self.cache_dtype, self.device)
 
-        layers_of: dict[tuple[HeadShape, HeadShape], list[int]] = {}
+        by_heads: dict[tuple[HeadShape, HeadShape], list[int]] = {}
         for layer, heads in sorted(self.cache_shapes.items()):
-            layers_of.setdefault(heads, []).append(layer)
+            by_heads.setdefault(heads, []).append(layer)
         return [
             CacheStack(layers, empty(len(layers), keys), empty(len(layers), values))
-            for (keys, values), layers in layers_of.items()
+            for (keys, values), layers in by_heads.items()
         ]
 
     def keep_inputs(self, layers: list[int], num_blocks: int, block_size: int) -> KeptInputs:

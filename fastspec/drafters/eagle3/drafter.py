@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastspec.config import EngineConfig
-from fastspec.drafters.base import Drafter, Request
+from fastspec.drafters.base import Drafter, Drafts, Request
 from fastspec.drafters.context import DrafterContext, DrafterPlan
 from fastspec.drafters.eagle3.loading import load_eagle
 from fastspec.drafters.eagle3.model import Eagle1Draft, EagleDraft, PagedStates
@@ -186,9 +186,7 @@ class Eagle3Drafter(TargetReader):
         blocks.share_with_next()
         return kept
 
-    def write(
-        self, requests: Sequence[Request], texts: list[list[int]], *args, **kwargs
-    ) -> tuple[Tensor, Tensor | None, list[int]]:
+    def write(self, requests: Sequence[Request], texts: list[list[int]], *args, **kwargs) -> Drafts:
         written = super().write(requests, texts, *args, **kwargs)
         for request, text in zip(requests, texts, strict=True):
             self.shorten(request.request_id, len(text))
