@@ -458,7 +458,11 @@ MUTATIONS = [
             "if near is None and (is_early or not",
         ),
         ("if asked.batch + added <= larger.batch:", "if True:"),
-        ("min(num_nodes or num_tokens,", "min(num_tokens,"),
+    ),
+    *_of(
+        "fastspec/models/layout.py",
+        "tests/engine/test_graphs.py",
+        ("min(num_nodes or self.num_tokens,", "min(self.num_tokens,"),
     ),
     *_of(
         "fastspec/models/graphs.py",

@@ -211,8 +211,7 @@ class StaticChain:
         """Copy the padded layout, and what tokens are drawn with, into the buffers."""
         runner, shape, size = self._runner, self._shape, self._runner.block_size
         rows = [count - 1 for count in accumulate(span.count for span in spans)]
-        most_tokens = min(shape.num_tokens, shape.width * size)
-        wide, narrow = lay_out(spans, rows, size, shape, most_tokens)
+        wide, narrow = lay_out(spans, rows, size, shape)
         per_token, per_sequence = runner.draft_view_values(spans, True)
         wide = padded(input_ids, shape.num_tokens) + wide
         wide += padded(per_token, shape.num_tokens)

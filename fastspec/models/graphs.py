@@ -99,8 +99,8 @@ def capture_for(cuda_graphs: str, paged_model: PagedModel) -> Capture | None:
     return None if cuda_graphs == "off" else CudaCapture(paged_model.device)
 
 
-def bucket(shape: PassShape, block_size: int, num_nodes: int) -> tuple[PassShape, int] | None:
-    """Return the sizes that a pass is padded to, and the maximum tokens of an added sequence.
+def bucket(shape: PassShape, block_size: int, num_nodes: int) -> PassShape | None:
+    """Return the sizes that a pass is padded to.
 
     Tokens are rounded up by up to a half, or a quarter above CHEAP_TOKENS, sequences and table
     widths to powers of 2, with enough sequences for the added tokens: up to `num_nodes` in each,
@@ -111,21 +111,17 @@ def bucket(shape: PassShape, block_size: int, num_nodes: int) -> tuple[PassShape
     num_steps = 2 if shape.num_tokens <= CHEAP_TOKENS else 4  # from a power of 2 to the next
     step = max(1, power_of_2(shape.num_tokens) // (2 * num_steps))
     num_tokens = -(-shape.num_tokens // step) * step
-    width = max(LEAST_WIDTH, power_of_2(shape.width))
-    added, most_tokens = padding(shape, num_tokens, width * block_size, num_nodes)
-    batch = power_of_2(shape.batch + added)
     num_rows = power_of_2(shape.num_rows) if shape.num_rows else 0
-    return PassShape(batch, num_tokens, num_rows, width), most_tokens
+    width = max(LEAST_WIDTH, power_of_2(shape.width))
+    rounded = PassShape(shape.batch, num_tokens, num_rows, width)
+    batch = shape.batch + num_added(shape, rounded, block_size, num_nodes)
+    return rounded._replace(batch=power_of_2(batch))
 
 
-def padding(asked: PassShape, num_tokens: int, capacity: int, num_nodes: int) -> tuple[int, int]:
-    """Return how many sequences hold the tokens that are added to a pass, and how many each.
-
-    Args:
-        capacity: slots in a row of the block table.
-    """
-    most_tokens = min(num_nodes or num_tokens, capacity)
-    return -(-(num_tokens - asked.num_tokens) // most_tokens), most_tokens
+def num_added(asked: PassShape, larger: PassShape, block_size: int, num_nodes: int) -> int:
+    """Return how many sequences hold the tokens that pad a pass to the larger sizes."""
+    added = larger.num_tokens - asked.num_tokens
+    return -(-added // larger.most_added(block_size, num_nodes))
 
 
 def is_near(larger: PassShape, shape: PassShape, is_rare: bool = False) -> bool:
@@ -214,22 +210,21 @@ class GraphedForward:
         is_prompt = rows == []
         rows = [0] if is_prompt else rows or []
         asked = PassShape.of(spans, rows, self.block_size)
-        sizes = bucket(asked, self.block_size, num_nodes)
-        if self.capture is None or sizes is None:
+        shape = bucket(asked, self.block_size, num_nodes)
+        if self.capture is None or shape is None:
             return None
-        if (key := (sizes[0], num_nodes)) not in self._passes:
+        if (key := (shape, num_nodes)) not in self._passes:
             times = self._passes.occur(key)
             near = self._near(times <= RARE_TIMES, asked, *key)
             is_early = times <= PROMPT_TIMES
             if near is None and is_prompt and (is_early or not self._captures_prompts):
                 return None
-            sizes = near or sizes
+            shape = near or shape
         if (values := view_values()) is None:
             return None
-        shape, most_tokens = sizes
         make = partial(StaticPass, self, shape, num_nodes, view_buffers)
         static = self._passes.use((shape, num_nodes), make, MAX_PASSES)
-        layout = lay_out(spans, rows, self.block_size, shape, most_tokens)
+        layout = lay_out(spans, rows, self.block_size, shape, num_nodes)
         static.fill(input_ids, *layout, tree, [span.count for span in spans], values)
         if static.replay is None:
             static.replay = self.captured(static.run, is_prompt)
@@ -240,16 +235,15 @@ class GraphedForward:
 
     def _near(
         self, is_rare: bool, asked: PassShape, rounded: PassShape, num_nodes: int
-    ) -> tuple[PassShape, int] | None:
-        """The smallest near sizes of which there is a graph, in the form that `bucket` returns."""
+    ) -> PassShape | None:
+        """The smallest near sizes of which there is a graph."""
         found, shape = [], rounded._replace(num_tokens=asked.num_tokens)
         for (larger, nodes), static in self._passes.items():
             if nodes == num_nodes and static.replay is not None and is_near(larger, shape, is_rare):
-                capacity = larger.width * self.block_size
-                added, most_tokens = padding(asked, larger.num_tokens, capacity, nodes)
+                added = num_added(asked, larger, self.block_size, nodes)
                 if asked.batch + added <= larger.batch:
-                    found.append((larger, most_tokens))
-        return min(found, key=lambda sizes: (sizes[0].num_tokens, sizes), default=None)
+                    found.append(larger)
+        return min(found, key=lambda sizes: (sizes.num_tokens, sizes), default=None)
 
     def captured(self, run: Run, is_prompt: bool = False) -> Run | None:
         """Capture a function of static buffers; None, from now on, if the model does not allow it.

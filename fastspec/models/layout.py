@@ -191,6 +191,10 @@ class PassShape(NamedTuple):
         width = max(-(-(span.start + span.count) // block_size) for span in spans)
         return cls(len(spans), sum(span.count for span in spans), len(rows), width)
 
+    def most_added(self, block_size: int, num_nodes: int) -> int:
+        """Return the most tokens of an added sequence; num_nodes is 0 for chains."""
+        return min(num_nodes or self.num_tokens, self.width * block_size)
+
     @property
     def wide_size(self) -> int:
         """Entries of the int64 buffer, see `lay_out`."""
@@ -207,13 +211,13 @@ def lay_out(
     rows: list[int],
     block_size: int,
     padded: PassShape | None = None,
-    most_tokens: int = 0,
+    num_nodes: int = 0,
 ) -> tuple[list[int], list[int]]:
     """Return the buffer values of a pass over the spans' tokens, one span after another.
 
-    With `padded` the pass is padded to these sizes: added tokens belong to added sequences, up to
-    `most_tokens` each. They write nothing and see only block 0, so kernels can treat them like any
-    other sequence, and no row of the actual pass depends on them.
+    With `padded` the pass is padded to these sizes: added tokens belong to added sequences, see
+    `PassShape.most_added`. They write nothing and see only block 0, so kernels can treat them like
+    any other sequence, and no row of the actual pass depends on them.
 
     Returns:
         int64: positions [T], cache slots [T] (-1 = not written), rows [R] whose logits are kept;
@@ -232,12 +236,12 @@ def lay_out(
     width = -(-max(context_lens) // block_size)
     if padded is not None:
         width, missing = padded.width, padded.num_tokens - len(positions)
-        added, left = [], missing
+        added, left, most = [], missing, padded.most_added(block_size, num_nodes)
         for _ in range(padded.batch - len(spans)):
-            added.append(min(left, most_tokens))
+            added.append(min(left, most))
             left -= added[-1]
         if left:
-            raise ValueError(f"most_tokens: {left} of {missing} added tokens fit in no sequence")
+            raise ValueError(f"padded: {left} of {missing} added tokens fit in no sequence")
         positions += [0] * missing
         slots += [-1] * missing
         rows = rows + [0] * (padded.num_rows - len(rows))
