@@ -126,8 +126,8 @@ def _plan_method(method: Method, context: DrafterContext) -> DrafterPlan:
         _check_options_of_drafter(spec)
     plan = reencoding.build(context) if method.reencodes else None
     plan = plan or as_plan(build(context))
-    is_told = "heterogeneous_vocab" in method.fields
-    if is_told and any(is_intersection(part.model) for part in plan.models):
+    reads_it = "heterogeneous_vocab" in method.fields
+    if reads_it and any(is_intersection(part.model) for part in plan.models):
         plan = replace(plan, heterogeneous_vocab="intersection")
     if "tree_width" in method.fields and spec.drafts_trees:
         plan = with_trees(plan, context)

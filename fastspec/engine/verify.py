@@ -109,7 +109,7 @@ def verify(
     has_rules = any(request.rules is not None for request in requests)
     if has_rules:
         logits, bitmask, dead = _ruled(batch, logits, Rows(*places_of(counts), ids, parents))
-    given = batch, proposal, logits, counts, spans, ids, parents, bitmask
+    given = batch, proposal, logits, counts, spans, ids, parents, bitmask  # a `Pass` if rows fail
     verdicts = _accepted(runner, spec, inputs, *given)
     if ranks is not None and has_rules:
         dead = ranks.all_gather_objects(dead)[0]
