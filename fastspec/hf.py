@@ -45,8 +45,7 @@ from fastspec.engine.generation_config import is_off
 from fastspec.engine.prompts import as_prompt_list
 
 _HEURISTIC = ("heuristic", "heuristic_transient")  # same here: nothing carries over between calls
-# GenerationConfig fields that ask for decoding or results the engine does not support, and unused
-# drafting fields.
+# GenerationConfig fields for decoding or results that are not supported, or for unused drafting.
 _REFUSED = (
     *("num_beams", "num_beam_groups", "constraints", "force_words_ids", "penalty_alpha"),
     *("dola_layers", "guidance_scale", "output_scores", "output_logits", "output_attentions"),
@@ -130,6 +129,8 @@ class HFGenerator:
             raise ValueError("num_assistant_tokens, prompt_lookup_num_tokens: set by spec= here")
         _refuse(generation_config, model_kwargs)
         batch = _Batch.of(input_ids, inputs_tensor, model_kwargs, self.engine.decoder_start_id)
+        if inputs_tensor is not None and batch.is_encoded and not model.training:
+            _check_encoded(model, inputs_tensor, model_kwargs)
         limit, ends, criteria = _split_criteria(stopping_criteria)
         vocab_size = model.config.get_text_config(decoder=True).vocab_size
         ends = [token_id for token_id in ends if 0 <= token_id < vocab_size]
@@ -401,6 +402,17 @@ def _refuse(config: GenerationConfig, model_kwargs: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}: not supported")
         if getattr(value, "_is_user_defined", False):
             raise ValueError(f"{name}: not supported, the engine keeps its own cache")
+
+
+def _check_encoded(model: Any, ids: Tensor, model_kwargs: Mapping[str, Any]) -> None:
+    """Refuse encoder_outputs of other inputs; those of `generate` itself come in the same way."""
+    given, mask = model_kwargs["encoder_outputs"][0], model_kwargs["attention_mask"]
+    first = slice(None, None, len(mask) // len(ids))  # of the num_return_sequences of each row
+    again = model.get_encoder()(input_ids=ids, attention_mask=mask[first])[0]
+    fits = given.shape == (len(mask), *again.shape[1:]) and bool(
+        (given[first] - again)[mask[first] > 0].norm() <= 0.01 * again.norm()
+    )
+    require("encoder_outputs", "others", fits, "those of input_ids")
 
 
 def _split_criteria(

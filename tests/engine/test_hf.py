@@ -82,6 +82,26 @@ def test_encoder_decoders():
         hf_generate(model, **inputs, **options, decoder_input_ids=torch.tensor([[0, 3]] * 2))
 
 
+def test_encoder_outputs_are_those_of_the_inputs():
+    model = random_t5()
+    ids, others = torch.tensor([[5, 6, 7, 0], [9, 8, 7, 6]]), torch.tensor([[20, 31, 8, 0]] * 2)
+    inputs = {"input_ids": ids, "attention_mask": (ids != 0).long()}
+    options = {"max_new_tokens": 8, "do_sample": True, "top_k": 1, "num_return_sequences": 2}
+
+    def encoded(token_ids):  # anew for each call, as generate changes it
+        mask = inputs["attention_mask"]
+        return {"encoder_outputs": model.get_encoder()(token_ids, attention_mask=mask)}
+
+    ours = options | {"custom_generate": hf_generate}
+    expected = model.generate(**inputs, **encoded(ids), **options)
+    assert model.generate(**inputs, **encoded(ids), **ours).tolist() == expected.tolist()
+    assert model.generate(**inputs, **encoded(others), **options).tolist() != expected.tolist()
+    with pytest.raises(ValueError, match="encoder_outputs: expected those of input_ids"):
+        model.generate(**inputs, **encoded(others), **ours)
+    model.train()  # those of generate itself come from an encoder with dropout
+    assert model.generate(**inputs, **ours).tolist() == expected.tolist()
+
+
 FAVOURED = [[[40], 5.0], [[9], 5.0]]  # each of them in a prompt of another row
 PROCESSED = {
     "repetition_penalty": {"repetition_penalty": 1.4},
