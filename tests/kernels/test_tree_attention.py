@@ -1,5 +1,7 @@
 """tree_attention against dense attention, with poison around it, and bit for bit with itself."""
 
+import math
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from .paged import Paged, attention_backends, dense_attention, paged
 
 pytestmark = pytest.mark.usefixtures("instruction_set")
 
+FEW_ROWS = 32  # see tree_attention
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 backends = pytest.mark.parametrize("backend", attention_backends("tree_attention"))
 compiled = pytest.mark.parametrize(
@@ -181,8 +184,12 @@ def row_of(case: Paged, b: int, num_rows: int, last: int) -> Paged:
 @pytest.mark.parametrize("window", [0, 50])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bits_of_a_row_depend_on_nothing_else(backend, group, window, dtype):
-    """One token at a time, several at once, or inside a batch: the same bits."""
+    """One token at a time, several at once, or inside a batch: the same bits.
+
+    On GPUs, sequences of more packed rows of 16 bits than FEW_ROWS are a kind of their own.
+    """
     lengths, rows = [1100, 90, 600], [20, 90, 5]
+    most = FEW_ROWS if device_of(backend) == "cuda" and dtype != torch.float32 else math.inf
     case = paged(lengths, rows, group=group, head_size=48, dtype=dtype)
     whole = run(case, backend, sliding_window=window)
     for b, (length, count) in enumerate(zip(lengths, rows, strict=True)):
@@ -191,7 +198,9 @@ def test_bits_of_a_row_depend_on_nothing_else(backend, group, window, dtype):
             alone = row_of(case, b, num_rows, length - behind - 1)
             out = run(alone, backend, sliding_window=window)
             expected = whole[last_row - behind - num_rows : last_row - behind]
-            assert torch.equal(out, expected), (b, num_rows, behind, count)
+            assert_near(out, expected.double())
+            if (num_rows * group > most) == (count * group > most):
+                assert torch.equal(out, expected), (b, num_rows, behind, count)
 
 
 @compiled
