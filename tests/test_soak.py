@@ -14,6 +14,7 @@ from . import soak
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.mark.check
 def test_nothing_is_lost_or_changed(tmp_path):
     summary = soak.run(tmp_path, 200, seed=1)
     assert summary["failures"] == []
