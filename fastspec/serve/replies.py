@@ -253,9 +253,12 @@ class ReplyBuilder:
         return _Prompt(text, token_ids, logprobs, tops)
 
     def _choice(self, index: int, output: RequestOutput | None) -> dict[str, Any]:
-        ends = (None, None) if output is None else (output.finish_reason, output.stop_reason)
-        reasons = dict(zip(("finish_reason", "stop_reason"), ends, strict=True))
-        return {"index": index, "logprobs": None, **reasons}
+        return {
+            "index": index,
+            "logprobs": None,
+            "finish_reason": output and output.finish_reason,
+            "stop_reason": output and output.stop_reason,
+        }
 
     def _writers(self, *values: Any) -> dict[str, Any]:
         names = "token_ids", "sources", "drafters"
