@@ -14,11 +14,13 @@ namespace {
 // its outputs that are in the mask.
 struct Ahead {
   int64_t bytes;
-  uint32_t outputs;
+  uint32_t mask;
 
-  template <class T>
+  // Few rows and one output leave it to the processor, which knows the order of memory.
+  template <int rows, int outputs, class T>
   FASTSPEC_INLINE void fetch(const T* from, int output) const {
-    if ((outputs >> output & 1) == 0) return;
+    if constexpr (rows <= 2 && outputs == 1) return;
+    if (outputs > 1 && (mask >> output & 1) == 0) return;
     __builtin_prefetch(reinterpret_cast<const char*>(from) + bytes, 0, 2);
   }
 };
@@ -42,10 +44,9 @@ FASTSPEC_INLINE void write_outputs(const Product& product, Element weights, int6
 // Multiplies float32 rows, `stride` values apart, by weights: the sums of row r and some outputs
 // become sums[r * kNativeLanes], see sum_some.
 struct WideTiles {
-  // Outputs processed at once. A single row reads weights in memory order, which processors
-  // prefetch by themselves, but short vectors need several sums in parallel to keep up. More rows
-  // share loads: two or three are fastest with two outputs, more with as many as the registers
-  // hold.
+  // Outputs processed at once, unless rows are near. A single row reads weights in memory order,
+  // but short vectors need several sums in parallel to keep up. More rows share loads: two or three
+  // are fastest with two outputs, more with as many as the registers hold.
   template <int rows>
   static constexpr int kOutputs = rows == 1                        ? kParts
                                   : rows <= 3 || kNativeLanes < 16 ? 2
@@ -61,9 +62,9 @@ struct WideTiles {
 #pragma GCC unroll 4
       for (int n = 0; n < outputs; ++n) {
         weights[n] = load_weight(weight + n * depth + k);
-        if constexpr (outputs > 1) ahead.fetch(weight + n * depth + k, n);
+        ahead.fetch<rows, outputs>(weight + n * depth + k, n);
       }
-#pragma GCC unroll 6
+#pragma GCC unroll 8
       for (int r = 0; r < rows; ++r) {
         const NativeF32 x = load_native(input + r * stride + k);
 #pragma GCC unroll 4
@@ -74,16 +75,15 @@ struct WideTiles {
       add(k, [](const T* from) { return load_native(from); });
     }
     if (whole < depth) add(whole, [&](const T* from) { return load_rest(from, depth - whole); });
-#pragma GCC unroll 6
+#pragma GCC unroll 8
     for (int r = 0; r < rows; ++r) sums[r * kNativeLanes] = sum_some<outputs>(own[r]);
   }
 };
 
-// Rows times outputs first..last.
-template <int rows, class Tiles, class X, class W>
+// Rows times outputs first..last, `outputs` at once.
+template <int rows, int outputs, class Tiles, class X, class W>
 void multiply_rows(const PackedRows& packed, const Product& product, const X* input, int64_t stride,
                    const W* weight, Ahead ahead, int64_t row, int64_t first, int64_t last) {
-  constexpr int outputs = Tiles::template kOutputs<rows>;
   const int64_t depth = packed.depth;
   for (int64_t n = first; n < last; n += kNativeLanes) {
     const int64_t count = last - n < kNativeLanes ? last - n : kNativeLanes;
@@ -115,54 +115,74 @@ void multiply_rows(const PackedRows& packed, const Product& product, const X* in
 template <int outputs>
 FASTSPEC_INLINE Ahead ahead_of(int64_t group, int64_t num_groups, int64_t output_bytes) {
   constexpr int64_t kLeastBytes = 16384;
-  if (outputs == 1) return {0, 0};
   if (num_groups == 1) {
     const int64_t tile_bytes = outputs * output_bytes;
     return {tile_bytes == 0 ? 0 : (kLeastBytes / tile_bytes + 1) * tile_bytes, ~0u};
   }
   Ahead ahead = {kOutputTile * output_bytes, 0};
-  for (int64_t i = group; i < outputs; i += num_groups) ahead.outputs |= 1u << i;
+  for (int64_t i = group; i < outputs; i += num_groups) ahead.mask |= 1u << i;
   return ahead;
 }
 
-// A few outputs at a time are multiplied by all rows, up to six at once, so that both stay in the
-// nearest caches. Rows are `stride` values apart.
+// A few rows that stay in the nearest cache, and are not wider than the weights, are loaded for
+// every output or two, so that weights are read in the order of memory or nearly so.
+template <class X, class W>
+struct NearRows {
+  static constexpr int kMostRows = kNativeLanes < 16 ? 5 : 8;  // as the registers hold
+  template <int rows>
+  static constexpr int kOutputs = rows <= 5 ? 1 : 2;
+
+  static bool are(int64_t num_rows, int64_t stride) {
+    constexpr int64_t kMostBytes = 24576;
+    return sizeof(X) == sizeof(W) && 1 < num_rows && num_rows <= kMostRows &&
+           num_rows * stride * int64_t{sizeof(X)} <= kMostBytes;
+  }
+
+  // Whole outputs, and further than the processor prefetches by itself.
+  static Ahead ahead(int64_t output_bytes) {
+    constexpr int64_t kLeastBytes = 6144;
+    return {output_bytes == 0 ? 0 : divided_up(kLeastBytes, output_bytes) * output_bytes, ~0u};
+  }
+};
+
+// Calls run with an integral_constant: the number of rows, up to `most`.
+template <int most, class Run>
+FASTSPEC_INLINE void with_rows(int64_t num_rows, const Run& run) {
+  if constexpr (most > 1) {
+    if (num_rows < most) return with_rows<most - 1>(num_rows, run);
+  }
+  run(std::integral_constant<int, most>());
+}
+
+// A few outputs at a time are multiplied by all rows, up to six at once unless they are near, so
+// that both stay in the nearest caches. Rows are `stride` values apart.
 template <class Tiles, class X, class W>
 void multiply_tiles_of(const PackedRows& rows, const Product& product, const X* input,
                        const W* weight, int64_t stride, int64_t first, int64_t last) {
-  constexpr int64_t kMostRows = 6;
-  const int64_t num_groups = (rows.num_rows + kMostRows - 1) / kMostRows;
+  using Near = NearRows<X, W>;
+  constexpr int kMostRows = 6;
+  const int64_t num_groups = divided_up(rows.num_rows, kMostRows);
   const int64_t output_bytes = rows.depth * sizeof(W);
+  const bool are_near = Near::are(rows.num_rows, stride);
   for (int64_t n = first; n < last; n += kOutputTile) {
     const int64_t end = n + kOutputTile < last ? n + kOutputTile : last;
-    for (int64_t row = 0, group = 0; row < rows.num_rows; ++group) {
-      const auto run = [&](auto count) {
+    const W* from = weight + n * rows.depth;
+    if (are_near) {
+      with_rows<Near::kMostRows>(rows.num_rows, [&](auto count) {
+        multiply_rows<count.value, Near::template kOutputs<count.value>, Tiles>(
+            rows, product, input, stride, from, Near::ahead(output_bytes), 0, n, end);
+      });
+      continue;
+    }
+    for (int64_t row = 0, group = 0; group < num_groups; ++group) {
+      const int64_t left = rows.num_rows - row;
+      with_rows<kMostRows>(divided_up(left, num_groups - group), [&](auto count) {
         constexpr int outputs = Tiles::template kOutputs<count.value>;
-        const Ahead ahead = ahead_of<outputs>(group, num_groups, output_bytes);
-        multiply_rows<count.value, Tiles>(rows, product, input + row * stride, stride,
-                                          weight + n * rows.depth, ahead, row, n, end);
+        multiply_rows<count.value, outputs, Tiles>(
+            rows, product, input + row * stride, stride, from,
+            ahead_of<outputs>(group, num_groups, output_bytes), row, n, end);
         row += count.value;
-      };
-      const int64_t left = rows.num_rows - row, groups = num_groups - group;
-      switch ((left + groups - 1) / groups) {
-        case 1:
-          run(std::integral_constant<int, 1>());
-          break;
-        case 2:
-          run(std::integral_constant<int, 2>());
-          break;
-        case 3:
-          run(std::integral_constant<int, 3>());
-          break;
-        case 4:
-          run(std::integral_constant<int, 4>());
-          break;
-        case 5:
-          run(std::integral_constant<int, 5>());
-          break;
-        default:
-          run(std::integral_constant<int, 6>());
-      }
+      });
     }
   }
 }

@@ -39,7 +39,7 @@ void pack_pairs(const T* from, const PackedRows& rows, int64_t row) {
 
 // Like WideTiles, for bfloat16 rows, zero-padded to a multiple of kPairDepth.
 struct PairTiles {
-  // See WideTiles; here two rows also keep up with memory in its own order.
+  // See WideTiles; here two rows also keep up with memory in its own order, however long they are.
   template <int rows>
   static constexpr int kOutputs = rows <= 2   ? 1
                                   : rows == 3 ? 2
@@ -57,7 +57,7 @@ struct PairTiles {
     if (whole < depth) {
       add(input + whole, stride, weight + whole, depth, (1u << (depth - whole)) - 1, ahead, own);
     }
-#pragma GCC unroll 6
+#pragma GCC unroll 8
     for (int r = 0; r < rows; ++r) {
       NativeF32 row[outputs];
 #pragma GCC unroll 4
@@ -74,10 +74,10 @@ struct PairTiles {
     __m512bh weights[outputs];
 #pragma GCC unroll 4
     for (int n = 0; n < outputs; ++n) {
-      if constexpr (outputs > 1) ahead.fetch(weight + n * depth, n);
+      ahead.fetch<rows, outputs>(weight + n * depth, n);
       weights[n] = bit_cast<__m512bh>(_mm512_maskz_loadu_epi16(mask, weight + n * depth));
     }
-#pragma GCC unroll 6
+#pragma GCC unroll 8
     for (int r = 0; r < rows; ++r) {
       const __m512bh x = bit_cast<__m512bh>(_mm512_loadu_si512(input + r * stride));
 #pragma GCC unroll 4
