@@ -143,14 +143,22 @@ std::vector<cpu::DecoderLayerCall> layer_calls(
   return calls;
 }
 
-Tensor decoder_layers(const Tensor& hidden, std::vector<OptionalTensor> layers,
-                      std::vector<Tensor> key_caches, std::vector<Tensor> value_caches, double eps,
-                      double norm_shift, const Text& activation, const OptionalTensor& cos,
-                      const OptionalTensor& sin, const OptionalTensor& embeddings,
-                      std::vector<int64_t> kept_layers, std::vector<Tensor> kept_caches,
-                      const Tensor& slot_mapping, const Tensor& block_table,
-                      const Tensor& context_lens, const Tensor& cu_rows, double scale,
-                      int64_t sliding_window, double softcap, const OptionalTensor& ancestor_mask) {
+// Drops the op's references to hundreds of tensors, which its caller keeps, while they are in the
+// processor's caches: after all weights have been read, each takes several reads of memory.
+template <class... Lists>
+void let_go(Lists&... lists) {
+  (lists.clear(), ...);
+}
+
+Tensor decoder_layers(const Tensor& hidden, std::vector<OptionalTensor>& layers,
+                      std::vector<Tensor>& key_caches, std::vector<Tensor>& value_caches,
+                      double eps, double norm_shift, const Text& activation,
+                      const OptionalTensor& cos, const OptionalTensor& sin,
+                      const OptionalTensor& embeddings, std::vector<int64_t> kept_layers,
+                      std::vector<Tensor> kept_caches, const Tensor& slot_mapping,
+                      const Tensor& block_table, const Tensor& context_lens, const Tensor& cu_rows,
+                      double scale, int64_t sliding_window, double softcap,
+                      const OptionalTensor& ancestor_mask) {
   require(hidden.dim() == 2);
   require(hidden.scalar_type() == ScalarType::Float && hidden.is_contiguous());
   const int64_t num_rows = hidden.size(0);
@@ -188,6 +196,7 @@ Tensor decoder_layers(const Tensor& hidden, std::vector<OptionalTensor> layers,
     require(call.store.num_tokens == num_rows);
     call.hidden = rows;
   }
+  let_go(layers, key_caches, value_caches);
   cpu::decoder_layers(calls);
   return out;
 }
@@ -219,13 +228,13 @@ cpu::OutputHead head_of(const Tensor& head, const OptionalTensor& bias,
 
 std::tuple<Tensor, Tensor, Tensor> draft_chain(
     const Tensor& token_ids, const Tensor& embedding, const OptionalTensor& embedding_norm,
-    std::vector<OptionalTensor> layers, const Tensor& norm, const Tensor& head,
+    std::vector<OptionalTensor>& layers, const Tensor& norm, const Tensor& head,
     const OptionalTensor& head_bias, const OptionalTensor& head_tokens, int64_t num_columns,
-    std::vector<Tensor> key_caches, std::vector<Tensor> value_caches, const OptionalTensor& hidden,
-    OptionalTensor hidden_cache, double eps, double norm_shift, const Text& activation,
-    const OptionalTensor& cos, const OptionalTensor& sin, const Tensor& block_table,
-    const Tensor& context_lens, const Tensor& cu_rows, double scale, int64_t sliding_window,
-    double softcap, const Tensor& num_tokens, const Tensor& uniform_samples,
+    std::vector<Tensor>& key_caches, std::vector<Tensor>& value_caches,
+    const OptionalTensor& hidden, OptionalTensor hidden_cache, double eps, double norm_shift,
+    const Text& activation, const OptionalTensor& cos, const OptionalTensor& sin,
+    const Tensor& block_table, const Tensor& context_lens, const Tensor& cu_rows, double scale,
+    int64_t sliding_window, double softcap, const Tensor& num_tokens, const Tensor& uniform_samples,
     const OptionalTensor& temperature, const OptionalTensor& top_k, const OptionalTensor& top_p,
     const OptionalTensor& min_p, double confidence_threshold, bool keeps_logits) {
   require(token_ids.dim() == 1 && embedding.dim() == 2 && !key_caches.empty());
@@ -273,6 +282,7 @@ std::tuple<Tensor, Tensor, Tensor> draft_chain(
   call.out_token_ids = drawn.mutable_data_ptr<int32_t>();
   call.out_num_drawn = num_drawn.mutable_data_ptr<int32_t>();
   call.out_logits = keeps_logits ? logits.mutable_data_ptr() : nullptr;
+  let_go(layers, key_caches, value_caches);
   cpu::draft_chain(std::move(call));
   return {drawn, num_drawn, logits};
 }
