@@ -64,7 +64,7 @@ struct WideTiles {
         weights[n] = load_weight(weight + n * depth + k);
         ahead.fetch<rows, outputs>(weight + n * depth + k, n);
       }
-#pragma GCC unroll 8
+#pragma GCC unroll 12
       for (int r = 0; r < rows; ++r) {
         const NativeF32 x = load_native(input + r * stride + k);
 #pragma GCC unroll 4
@@ -75,7 +75,7 @@ struct WideTiles {
       add(k, [](const T* from) { return load_native(from); });
     }
     if (whole < depth) add(whole, [&](const T* from) { return load_rest(from, depth - whole); });
-#pragma GCC unroll 8
+#pragma GCC unroll 12
     for (int r = 0; r < rows; ++r) sums[r * kNativeLanes] = sum_some<outputs>(own[r]);
   }
 };
@@ -128,7 +128,7 @@ FASTSPEC_INLINE Ahead ahead_of(int64_t group, int64_t num_groups, int64_t output
 // every output or two, so that weights are read in the order of memory or nearly so.
 template <class X, class W>
 struct NearRows {
-  static constexpr int kMostRows = kNativeLanes < 16 ? 5 : 8;  // as the registers hold
+  static constexpr int kMostRows = kNativeLanes < 16 ? 5 : 12;  // as the registers hold
   template <int rows>
   static constexpr int kOutputs = rows <= 5 ? 1 : 2;
 

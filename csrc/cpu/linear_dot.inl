@@ -57,7 +57,7 @@ struct PairTiles {
     if (whole < depth) {
       add(input + whole, stride, weight + whole, depth, (1u << (depth - whole)) - 1, ahead, own);
     }
-#pragma GCC unroll 8
+#pragma GCC unroll 12
     for (int r = 0; r < rows; ++r) {
       NativeF32 row[outputs];
 #pragma GCC unroll 4
@@ -77,7 +77,7 @@ struct PairTiles {
       ahead.fetch<rows, outputs>(weight + n * depth, n);
       weights[n] = bit_cast<__m512bh>(_mm512_maskz_loadu_epi16(mask, weight + n * depth));
     }
-#pragma GCC unroll 8
+#pragma GCC unroll 12
     for (int r = 0; r < rows; ++r) {
       const __m512bh x = bit_cast<__m512bh>(_mm512_loadu_si512(input + r * stride));
 #pragma GCC unroll 4

@@ -11,6 +11,7 @@ pytestmark = pytest.mark.usefixtures("instruction_set")
 
 BACKENDS = [name for name in available_backends() if name in ("cpu", "reference")]
 SHAPES = [(1, 1), (1, 7), (3, 16), (17, 33), (16, 64), (40, 192), (257, 100), (5, 1000)]
+SHAPES += [(19, 7000)]  # several rows do not stay in the nearest cache
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
@@ -25,7 +26,7 @@ def case(rows, num_outputs, depth, dtype, seed=0):
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_values(backend, dtype):
     tolerance = TOLERANCE[dtype]
-    for shape, rows in product(SHAPES, (0, 1, 2, 3, 5, 8, 33)):
+    for shape, rows in product(SHAPES, (0, 1, 2, 3, 5, 8, 12, 33)):
         x, weight, bias = case(rows, *shape, dtype)
         for given in (bias, None):
             expected = x.double() @ weight.double().T + (0 if given is None else given.double())
@@ -40,7 +41,7 @@ def test_a_rows_bits_do_not_depend_on_the_call(dtype, restore_threads):
     for shape in SHAPES:
         x, weight, bias = case(13, *shape, dtype)
         alone = torch.cat([linear(row[None], weight, bias) for row in x])
-        for threads, count in product((1, 2, 3), (1, 2, 3, 4, 5, 7, 13)):
+        for threads, count in product((1, 2, 3), (1, 2, 3, 4, 5, 6, 7, 9, 12, 13)):
             torch.set_num_threads(threads)
             out = linear(x[:count], weight, bias)
             assert torch.equal(out, alone[:count]), (shape, threads, count)
