@@ -64,9 +64,8 @@ class LogitRules:
         ends = ends if params.min_tokens else frozenset[int]()
         self._biased_ends = sorted(ends & self._bias.keys())  # a list has one entry per token
         self._ends = ends - self._bias.keys()
-        self._num_counted = 0
-        self._seen = np.empty(0, np.int32)
-        self._counts = np.empty(0, np.int32)
+        # Of `history`: how many tokens are counted, the distinct ones, and their counts.
+        self._counted = 0, np.empty(0, np.int32), np.empty(0, np.int32)
 
     @property
     def any(self) -> bool:
@@ -99,17 +98,15 @@ class LogitRules:
 
     def history(self, token_ids: list[int]) -> tuple[np.ndarray, np.ndarray]:
         """Return a growing text's distinct tokens, ascending, and the counts in its output."""
-        if not self.has_penalties:
-            return self._seen, self._counts
-        new, start = token_ids[self._num_counted :], self._num_counted
-        if new:
+        start, seen, counts = self._counted
+        if self.has_penalties and start < len(token_ids):
             is_output = np.arange(start, len(token_ids)) >= self._num_prompt_tokens
-            ids = np.concatenate([self._seen, np.asarray(new, np.int32)])
-            counts = np.concatenate([self._counts, is_output.astype(np.int32)])
-            self._seen, place = np.unique(ids, return_inverse=True)
-            self._counts = np.bincount(place, weights=counts).astype(np.int32)
-            self._num_counted = len(token_ids)
-        return self._seen, self._counts
+            ids = np.concatenate([seen, np.asarray(token_ids[start:], np.int32)])
+            counts = np.concatenate([counts, is_output.astype(np.int32)])
+            seen, place = np.unique(ids, return_inverse=True)
+            counts = np.bincount(place, weights=counts).astype(np.int32)
+            self._counted = len(token_ids), seen, counts  # at once, as an interrupt may come
+        return seen, counts
 
     def bias(self, token_ids: list[int]) -> list[tuple[int, float, int]]:
         """Return tokens, ascending, the biases of their logits, and for how many more tokens."""

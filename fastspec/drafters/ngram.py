@@ -97,14 +97,21 @@ class NgramDrafter:
         self._texts.forget(request.request_id)
 
     def _learn_texts(self, rows: Tensor, texts: Texts, batch: Batch) -> None:
-        """Count the n-grams that end in tokens committed since the last call."""
+        """Count the n-grams that end in tokens committed since the last call.
+
+        Requests without drafts wait for their next ones, as if alone, where this drafter would not
+        have been asked: what is counted together decides which of equal counts wins.
+        """
         starts = [self._num_learnt[request] for request in batch.requests]
-        ends = [row_length(request, len(request.token_ids)) for request in batch.requests]
+        ends = [
+            row_length(request, len(request.token_ids)) if num else self._num_learnt[request]
+            for request, num in zip(batch.requests, batch.num_draft_tokens, strict=True)
+        ]
         self._num_learnt.update(zip(batch.requests, ends, strict=True))
         width = max(end - start for start, end in zip(starts, ends, strict=True))
-        begin = device_tensor(starts, torch.int64, batch.device)
-        places = begin[:, None] + torch.arange(width, device=rows.device)  # [B, W]
-        is_new = places < texts.lengths[:, None]
+        begin, end = device_tensor([starts, ends], torch.int64, batch.device)[:, :, None]
+        places = begin + torch.arange(width, device=rows.device)  # [B, W]
+        is_new = places < end
         successors = texts.token_ids.long().gather(
             1, places.clamp(max=texts.token_ids.shape[1] - 1)
         )

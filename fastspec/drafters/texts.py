@@ -1,6 +1,7 @@
 """The committed tokens of the running requests, kept on the device."""
 
 from collections.abc import Sequence
+from itertools import count
 from typing import NamedTuple
 
 import torch
@@ -30,7 +31,6 @@ class TextStore:
         self._token_ids = torch.empty((0, 0), dtype=torch.int32)
         self._rows: dict[str, int] = {}
         self._lengths: dict[str, int] = {}
-        self._free: list[int] = []
 
     def update(self, batch: Batch) -> Texts:
         """Upload and return the committed texts of a batch."""
@@ -44,8 +44,9 @@ class TextStore:
         rows: list[int] = []
         for request in requests:
             if request.request_id not in self._rows:
-                row = self._free.pop() if self._free else len(self._rows)
-                self._rows[request.request_id], self._lengths[request.request_id] = row, 0
+                taken = {*self._rows.values()}
+                self._lengths[request.request_id] = 0
+                self._rows[request.request_id] = next(n for n in count() if n not in taken)
             rows.append(self._rows[request.request_id])
         pairs = zip(requests, texts, strict=True)
         lengths = [row_length(request, len(text)) for request, text in pairs]
@@ -75,9 +76,8 @@ class TextStore:
 
     def forget(self, request_id: str) -> None:
         """Free the row for another request."""
-        if request_id in self._rows:
-            self._free.append(self._rows.pop(request_id))
-            del self._lengths[request_id]
+        self._rows.pop(request_id, None)
+        self._lengths.pop(request_id, None)
 
     def _grow(self, rows: int, width: int, device: torch.device) -> None:
         """Make room by doubling, so that existing rows are rarely copied."""

@@ -460,20 +460,21 @@ class Engine:
             errors = [each.take_error() for each in self._drafter_table.values()]
         return [error for error in errors if error is not None]
 
-    def _open(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[str]:
-        """Queue requests whose events go to an inbox, and return their ids."""
+    def _open(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], request_ids: list[str]
+    ) -> None:
+        """Queue requests whose events go to an inbox; first, put their ids in the empty list."""
         with self._turn:
             requests = []
             for place, pair in enumerate(zip(prompts, params, strict=True)):
                 with telling_which(place, len(prompts)):
                     requests.append(self._build(*pair))
-            request_ids = [samples[0].public_id for samples in requests]
+            request_ids += [samples[0].public_id for samples in requests]
             self._loop.inboxes |= {request_id: deque() for request_id in request_ids}
             for place, samples in enumerate(requests):
                 for request in samples:
                     request.prompt_index = place
                     self._loop.add(request)
-        return request_ids
 
     def _run(
         self,
@@ -485,9 +486,10 @@ class Engine:
 
         An error of a drafter is raised at the end, with the outputs attached.
         """
-        request_ids = self._open(prompts, params)
+        request_ids: list[str] = []
         num_left = sum(each.n for each in params)
         try:
+            self._open(prompts, params, request_ids)
             inboxes = [self._loop.inboxes[request_id] for request_id in request_ids]
             while num_left:
                 while not any(inboxes):

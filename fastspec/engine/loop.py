@@ -140,11 +140,10 @@ class Loop:
           might never reach.
         What then still has no verdict fails in `_commit`.
         """
-        times = [perf_counter()]
-        batch, proposal = speculation.propose(requests, others)
-        running = requests + others
-        times.append(perf_counter())
+        times, running = [perf_counter()], requests + others
         try:
+            batch, proposal = speculation.propose(requests, others)
+            times.append(perf_counter())
             try:
                 verdicts = self.verify(batch, proposal, speculation.spec)
             except ValueError as error:  # such as a tree that is none, seen by the kernels alone
@@ -191,9 +190,10 @@ class Loop:
         scheduler, left = self.scheduler, self.chunk_size
         self.queues_are_torn = True
         preempted = scheduler.schedule(self._reach)
-        self.queues_are_torn = False
         for request in preempted:
             self._release(request)
+        self.queues_are_torn = False
+        for request in preempted:
             for stats in (self.stats, request.stats):
                 stats.num_preemptions += 1
         if unread := [r for r in scheduler.running if r.num_cached < len(r.token_ids) - 1]:
@@ -204,6 +204,9 @@ class Loop:
             self.queues_are_torn = False
             if not admitted:
                 break
+            for request in [each for each in admitted if each.is_torn]:  # by an interrupted abort
+                self._end(request, End("error", _INTERRUPTED))
+                admitted.remove(request)
             for request in admitted:
                 if not request.stats.num_prompt_tokens:  # it has not been preempted
                     for stats in (self.stats, request.stats):
@@ -302,8 +305,8 @@ class Loop:
     def _remove(self, request: EngineRequest, failed: bool) -> None:
         self.queues_are_torn = True
         self.scheduler.remove(request, failed)
-        self.queues_are_torn = False
         self._release(request)
+        self.queues_are_torn = False
 
     def _post_output(self, request: EngineRequest, end: End) -> RequestOutput:
         request.is_torn = True
@@ -332,10 +335,11 @@ class Loop:
 
     def _reset(self) -> None:
         """Free all blocks and end all requests, as an interrupt left them half changed."""
-        for request in self.scheduler.reset():
+        for request in self.scheduler.all_requests():  # known until all have ended
             request.give_up_text()
             self._post_output(request, End("error", _INTERRUPTED))
             self._release(request)
+        self.scheduler.reset()
         self.queues_are_torn = False
 
 

@@ -108,16 +108,18 @@ class Scheduler:
             self.block_manager.publish(request)
         self.block_manager.release(request)
 
-    def reset(self) -> list[EngineRequest]:
-        """Drop all requests after an interrupt amid a change, and return them."""
-        requests = [request for samples in self._samples.values() for request in samples]
+    def all_requests(self) -> list[EngineRequest]:
+        """Return the requests that run or wait, also after an interrupt amid a change."""
+        return [request for samples in self._samples.values() for request in samples]
+
+    def reset(self) -> None:
+        """Drop all requests after an interrupt amid a change."""
         self.block_manager.reset()
-        for request in requests:
+        for request in self.all_requests():
             self.block_manager.clear(request)
         self.running.clear()
         self.waiting.clear()
         self._samples.clear()
-        return requests
 
     def _preempt(self, request: EngineRequest) -> EngineRequest:
         if request.must_be_reread:

@@ -2,13 +2,18 @@
 
 import signal
 from contextlib import suppress
+from dataclasses import replace
 from threading import Thread, current_thread, main_thread
 
 import pytest
 
 from fastspec import Engine, EngineConfig, SamplingParams
+from fastspec.drafters import logit_rules
+from fastspec.drafters.draft_model import DraftModelDrafter
 from fastspec.engine.block_manager import BlockManager
 from fastspec.engine.detokenizer import Detokenizer
+from fastspec.engine.loop import Loop
+from fastspec.engine.request import EngineRequest
 from fastspec.engine.scheduler import Scheduler
 from fastspec.engine.turn import Turn
 
@@ -26,16 +31,16 @@ def model():
 
 
 def interrupt_once(monkeypatch, kind, name, nth=1, after=False):
-    """Let the nth call of a method end in Ctrl-C, before or after its work."""
+    """Let the nth call of a method or function end in Ctrl-C, before or after its work."""
     usual, calls = getattr(kind, name), [0]
 
-    def interrupted(self, *args, **kwargs):
+    def interrupted(*args, **kwargs):
         if current_thread() is not main_thread():  # which signals never reach
-            return usual(self, *args, **kwargs)
+            return usual(*args, **kwargs)
         calls[0] += 1
         if calls[0] == nth and not after:
             raise KeyboardInterrupt
-        result = usual(self, *args, **kwargs)
+        result = usual(*args, **kwargs)
         if calls[0] == nth:
             raise KeyboardInterrupt
         return result
@@ -110,6 +115,73 @@ def test_while_queues_and_blocks_change(model, monkeypatch, kind, name, nth, aft
     expected = engine.generate(PROMPTS, GREEDY)
     interrupt_once(monkeypatch, kind, name, nth, after)
     check(engine, expected)
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_while_a_preempted_request_is_released(model, monkeypatch, after):
+    engine = Engine(model, perturbed(model, 0.02), byte_tokenizer(), config=SMALL)
+    expected = engine.generate(PROMPTS, GREEDY)
+    interrupt_once(monkeypatch, DraftModelDrafter, "release", after=after)
+    check(engine, expected)
+
+
+def test_while_penalised_tokens_are_counted(model, monkeypatch):
+    """Of all places the one between two results that belong together."""
+    params = replace(GREEDY, repetition_penalty=1.2, frequency_penalty=0.5)
+    engine = Engine(model, None, byte_tokenizer())
+    expected = engine.generate(PROMPTS, params)
+    request_ids = [engine.add_request(prompt, params) for prompt in PROMPTS]
+    interrupt_once(monkeypatch, logit_rules.np, "bincount", nth=8)
+    outputs, _, interrupts = run_to_the_end(engine)
+    assert interrupts == 1
+    for request_id, whole in zip(request_ids, expected, strict=True):
+        assert outputs[request_id].error is None
+        assert outputs[request_id].token_ids == whole.token_ids
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_while_prompts_are_queued(model, monkeypatch, after):
+    """Nobody would read the events of those that already are."""
+    engine = Engine(model, None, byte_tokenizer())
+    expected = engine.generate(PROMPTS, GREEDY)
+    interrupt_once(monkeypatch, Loop, "add", nth=2, after=after)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(PROMPTS, GREEDY)
+    assert not engine.has_unfinished
+    engine.reset_prefix_cache()
+    again = engine.generate(PROMPTS, GREEDY)
+    assert [output.token_ids for output in again] == [output.token_ids for output in expected]
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "name", "reason"), [(Detokenizer, "finish", "error"), (Loop, "_remove", "abort")]
+)
+def test_while_a_waiting_request_is_aborted(model, monkeypatch, kind, name, reason, after):
+    config = EngineConfig(max_batch_size=1)
+    engine = Engine(model, None, byte_tokenizer(), config=config)
+    first = engine.add_request(PROMPTS[0], GREEDY)
+    second = engine.add_request(PROMPTS[1], GREEDY)
+    engine.step()
+    interrupt_once(monkeypatch, kind, name, after=after)
+    with pytest.raises(KeyboardInterrupt):
+        engine.abort(second)
+    outputs, tokens, _ = run_to_the_end(engine)
+    assert outputs[first].finish_reason == "length"
+    assert not tokens[second]
+    assert outputs[second].finish_reason == reason
+    assert_blocks_came_back(engine)
+
+
+def test_while_the_rest_of_an_interrupt_is_cleared_up(model, monkeypatch):
+    engine = Engine(model, None, byte_tokenizer(), config=SMALL)
+    request_ids = [engine.add_request(prompt, GREEDY) for prompt in PROMPTS]
+    interrupt_once(monkeypatch, Scheduler, "schedule", nth=2)
+    interrupt_once(monkeypatch, EngineRequest, "give_up_text", nth=2)
+    outputs, _, interrupts = run_to_the_end(engine)
+    assert interrupts == 2
+    assert sorted(outputs) == sorted(request_ids)
+    assert_blocks_came_back(engine)
 
 
 def test_another_threads_requests_end(model, monkeypatch):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
+from fastspec.drafters import ngram_table
 from fastspec.drafters.ngram import NgramDrafter
 from fastspec.drafters.ngram_table import NgramTable
 from fastspec_kernels.testing import chi_square
@@ -104,6 +105,27 @@ def test_paused_requests_learn_no_fillers_in_a_batch_either():
     for request, expected in ((paused, [[-1]]), (other, [[3]])):
         request.token_ids += [3, request.token_ids[-1]] if request is other else []
         assert drafter.propose(batch_of(request, wanted=1)).token_ids.tolist() == expected
+
+
+def test_paused_requests_learn_their_text_as_if_alone(monkeypatch):
+    """Where buckets are shared, what is counted together decides between equal counts."""
+    monkeypatch.setattr(ngram_table, "_BUCKETS", 32)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(40):
+        text = torch.randint(6, (24,), generator=generator).tolist()
+        proposals = []
+        for has_company in (False, True):
+            drafter = NgramDrafter(3, filler_top_k=1)
+            paused, other = request_of(text[:12], "paused"), request_of(text[::-1], "other")
+            drafter.propose(batch_of(paused, wanted=2))
+            for length in range(13, 24):
+                paused.token_ids = text[:length]
+                if has_company:
+                    batch = replace(batch_of(paused, other, wanted=2), num_draft_tokens=[0, 2])
+                    drafter.propose(batch)
+            proposal = drafter.propose(batch_of(paused, wanted=6))
+            proposals.append(proposal.token_ids.tolist())
+        assert proposals[0] == proposals[1]
 
 
 @pytest.mark.parametrize("filler_top_k", [1, 3])
