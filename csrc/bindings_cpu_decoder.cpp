@@ -143,8 +143,9 @@ std::vector<cpu::DecoderLayerCall> layer_calls(
   return calls;
 }
 
-// Drops the op's references to hundreds of tensors, which its caller keeps, while they are in the
-// processor's caches: after all weights have been read, each takes several reads of memory.
+// Drops the op's references to hundreds of tensors before its kernels run: afterwards the counters
+// are no longer in the processor's caches, and each would wait for memory. The caller holds the
+// tensors until the op returns, as Python does.
 template <class... Lists>
 void let_go(Lists&... lists) {
   (lists.clear(), ...);

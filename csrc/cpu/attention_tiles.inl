@@ -10,7 +10,7 @@ namespace {
 constexpr int kTileRows = 4;
 constexpr int kPackedRows = 6;  // of a register tile on packed keys
 constexpr int kTileVectors = kNativeLanes == 16 ? 4 : 2;
-constexpr int64_t kAhead = 24;  // prefetch distance in rows
+constexpr int64_t kAhead = 24;  // prefetch distance in rows, at most kKeyTile
 
 // Rows of consecutive keys in reading order: the keys, the values, the keys of the next tile. Each
 // row is one KV head, or several adjacent ones. Rows past the end repeat another row.

@@ -16,7 +16,8 @@ struct Ahead {
   int64_t bytes;
   uint32_t mask;
 
-  // Few rows and one output leave it to the processor, which knows the order of memory.
+  // One output is read front to back, which the processor prefetches by itself: well enough for one
+  // or two rows. Its mask is full.
   template <int rows, int outputs, class T>
   FASTSPEC_INLINE void fetch(const T* from, int output) const {
     if constexpr (rows <= 2 && outputs == 1) return;
@@ -44,7 +45,7 @@ FASTSPEC_INLINE void write_outputs(const Product& product, Element weights, int6
 // Multiplies float32 rows, `stride` values apart, by weights: the sums of row r and some outputs
 // become sums[r * kNativeLanes], see sum_some.
 struct WideTiles {
-  // Outputs processed at once, unless rows are near. A single row reads weights in memory order,
+  // Outputs processed at once, unless NearRows apply. A single row reads weights in memory order,
   // but short vectors need several sums in parallel to keep up. More rows share loads: two or three
   // are fastest with two outputs, more with as many as the registers hold.
   template <int rows>
@@ -124,21 +125,24 @@ FASTSPEC_INLINE Ahead ahead_of(int64_t group, int64_t num_groups, int64_t output
   return ahead;
 }
 
-// A few rows that stay in the nearest cache, and are not wider than the weights, are loaded for
-// every output or two, so that weights are read in the order of memory or nearly so.
+// A few rows that stay in the nearest cache are loaded for every output or two, so that weights are
+// read in the order of memory or nearly so. Rows of another type than the weights are twice as
+// large, and loading them so often takes longer than it saves.
 template <class X, class W>
 struct NearRows {
-  static constexpr int kMostRows = kNativeLanes < 16 ? 5 : 12;  // as the registers hold
+  // Vectors of 16 lanes come with registers for the sums of twelve rows and two outputs.
+  static constexpr int kMostRows = sizeof(X) != sizeof(W) ? 1 : kNativeLanes < 16 ? 5 : 12;
   template <int rows>
   static constexpr int kOutputs = rows <= 5 ? 1 : 2;
 
-  static bool are(int64_t num_rows, int64_t stride) {
+  static bool fit(int64_t num_rows, int64_t stride) {
     constexpr int64_t kMostBytes = 24576;
-    return sizeof(X) == sizeof(W) && 1 < num_rows && num_rows <= kMostRows &&
+    return 1 < num_rows && num_rows <= kMostRows &&
            num_rows * stride * int64_t{sizeof(X)} <= kMostBytes;
   }
 
-  // Whole outputs, and further than the processor prefetches by itself.
+  // Whole outputs, two at least if two are processed at once: six rows that fit have outputs of at
+  // most 4096 bytes. Closer ones the processor has prefetched by itself.
   static Ahead ahead(int64_t output_bytes) {
     constexpr int64_t kLeastBytes = 6144;
     return {output_bytes == 0 ? 0 : divided_up(kLeastBytes, output_bytes) * output_bytes, ~0u};
@@ -160,10 +164,10 @@ template <class Tiles, class X, class W>
 void multiply_tiles_of(const PackedRows& rows, const Product& product, const X* input,
                        const W* weight, int64_t stride, int64_t first, int64_t last) {
   using Near = NearRows<X, W>;
-  constexpr int kMostRows = 6;
-  const int64_t num_groups = divided_up(rows.num_rows, kMostRows);
+  constexpr int kMostOfGroup = 6;
+  const int64_t num_groups = divided_up(rows.num_rows, kMostOfGroup);
   const int64_t output_bytes = rows.depth * sizeof(W);
-  const bool are_near = Near::are(rows.num_rows, stride);
+  const bool are_near = Near::fit(rows.num_rows, stride);
   for (int64_t n = first; n < last; n += kOutputTile) {
     const int64_t end = n + kOutputTile < last ? n + kOutputTile : last;
     const W* from = weight + n * rows.depth;
@@ -176,7 +180,7 @@ void multiply_tiles_of(const PackedRows& rows, const Product& product, const X* 
     }
     for (int64_t row = 0, group = 0; group < num_groups; ++group) {
       const int64_t left = rows.num_rows - row;
-      with_rows<kMostRows>(divided_up(left, num_groups - group), [&](auto count) {
+      with_rows<kMostOfGroup>(divided_up(left, num_groups - group), [&](auto count) {
         constexpr int outputs = Tiles::template kOutputs<count.value>;
         multiply_rows<count.value, outputs, Tiles>(
             rows, product, input + row * stride, stride, from,

@@ -41,7 +41,7 @@ def test_a_rows_bits_do_not_depend_on_the_call(dtype, restore_threads):
     for shape in SHAPES:
         x, weight, bias = case(13, *shape, dtype)
         alone = torch.cat([linear(row[None], weight, bias) for row in x])
-        for threads, count in product((1, 2, 3), (1, 2, 3, 4, 5, 6, 7, 9, 12, 13)):
+        for threads, count in product((1, 2, 3), range(1, 14)):
             torch.set_num_threads(threads)
             out = linear(x[:count], weight, bias)
             assert torch.equal(out, alone[:count]), (shape, threads, count)
