@@ -487,9 +487,9 @@ class Engine:
         An error of a drafter is raised at the end, with the outputs attached.
         """
         request_ids: list[str] = []
-        num_left = sum(each.n for each in params)
         try:
             self._open(prompts, params, request_ids)
+            num_left = sum(each.n for each in params)
             inboxes = [self._loop.inboxes[request_id] for request_id in request_ids]
             while num_left:
                 while not any(inboxes):
