@@ -130,8 +130,11 @@ FASTSPEC_INLINE Ahead ahead_of(int64_t group, int64_t num_groups, int64_t output
 // large, and loading them so often takes longer than it saves.
 template <class X, class W>
 struct NearRows {
-  // Vectors of 16 lanes come with registers for the sums of twelve rows and two outputs.
-  static constexpr int kMostRows = sizeof(X) != sizeof(W) ? 1 : kNativeLanes < 16 ? 5 : 12;
+  // Vectors of 16 lanes come with registers for the sums of twelve rows and two outputs; with
+  // shorter ones, few sums at once do not keep up with memory.
+  static constexpr int kMostRows = sizeof(X) != sizeof(W) || kNativeLanes < 8 ? 1
+                                   : kNativeLanes == 8                        ? 3
+                                                                              : 12;
   template <int rows>
   static constexpr int kOutputs = rows <= 5 ? 1 : 2;
 
