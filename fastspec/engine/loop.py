@@ -53,6 +53,7 @@ class Loop:
         abandoned: ids of inboxes to drop before the next round, including those of ended requests.
         queues_are_torn: whether queues and blocks are being changed; if that is still so when they
             are used next, an interrupt has left them half changed.
+        unreleased: requests that have ended or lost their blocks, and that drafters still know.
     """
 
     scheduler: Scheduler
@@ -65,6 +66,7 @@ class Loop:
     events: list[StreamEvent] = field(default_factory=list, init=False)
     abandoned: deque[str] = field(default_factory=deque, init=False)
     queues_are_torn: bool = field(default=False, init=False)
+    unreleased: deque[EngineRequest] = field(default_factory=deque, init=False)
 
     @torch.inference_mode()
     def round(self) -> None:
@@ -75,6 +77,8 @@ class Loop:
         """
         if self.queues_are_torn:
             self._reset()
+        if self.unreleased:
+            self._release()
         for request in [each for each in self.scheduler.running if each.is_torn]:
             self._end(request, End("error", _INTERRUPTED))
         if self.abandoned:
@@ -176,10 +180,12 @@ class Loop:
             return length + speculation.max_nodes
         return min(length + num, request.max_len)
 
-    def _release(self, request: EngineRequest) -> None:
-        """Let all drafters forget a request that has ended or lost its blocks; any may know it."""
-        for speculation in self.speculations.values():
-            speculation.release(request)
+    def _release(self) -> None:
+        """Let all drafters forget the requests that are unreleased; any may know them."""
+        while self.unreleased:
+            for speculation in self.speculations.values():
+                speculation.release(self.unreleased[0])
+            self.unreleased.popleft()  # last, so that after an interrupt the rest is done again
 
     def _schedule(self) -> list[EngineRequest]:
         """Read one chunk of uncached tokens, and return the requests that take part in this step.
@@ -190,9 +196,10 @@ class Loop:
         scheduler, left = self.scheduler, self.chunk_size
         self.queues_are_torn = True
         preempted = scheduler.schedule(self._reach)
-        for request in preempted:
-            self._release(request)
+        self.unreleased.extend(preempted)
         self.queues_are_torn = False
+        if preempted:
+            self._release()
         for request in preempted:
             for stats in (self.stats, request.stats):
                 stats.num_preemptions += 1
@@ -305,8 +312,9 @@ class Loop:
     def _remove(self, request: EngineRequest, failed: bool) -> None:
         self.queues_are_torn = True
         self.scheduler.remove(request, failed)
-        self._release(request)
+        self.unreleased.append(request)
         self.queues_are_torn = False
+        self._release()
 
     def _post_output(self, request: EngineRequest, end: End) -> RequestOutput:
         request.is_torn = True
@@ -335,12 +343,14 @@ class Loop:
 
     def _reset(self) -> None:
         """Free all blocks and end all requests, as an interrupt left them half changed."""
-        for request in self.scheduler.all_requests():  # known until all have ended
+        requests = self.scheduler.all_requests()
+        for request in requests:  # known until all have ended
             request.give_up_text()
             self._post_output(request, End("error", _INTERRUPTED))
-            self._release(request)
+        self.unreleased.extend(requests)
         self.scheduler.reset()
         self.queues_are_torn = False
+        self._release()
 
 
 def _failure_of(request: EngineRequest) -> End:
