@@ -1,6 +1,5 @@
 """A store of n-grams that learns while a request is decoded."""
 
-from itertools import count
 from weakref import WeakKeyDictionary
 
 import torch
@@ -10,7 +9,7 @@ from fastspec.drafters.base import Batch, Proposal, Request
 from fastspec.drafters.context import DrafterContext
 from fastspec.drafters.copying import proposal_of
 from fastspec.drafters.ngram_table import NgramTable
-from fastspec.drafters.texts import Texts, TextStore, row_length
+from fastspec.drafters.texts import Texts, TextStore, free_row, row_length
 from fastspec.models.transfer import device_tensor
 
 
@@ -146,8 +145,7 @@ class NgramDrafter:
     def _row(self, request: Request, device: torch.device) -> int:
         row = self._rows.get(request)
         if row is None:
-            taken = {*self._rows.values()}
-            row = 0 if self._is_shared else next(n for n in count() if n not in taken)
+            row = 0 if self._is_shared else free_row(self._rows.values())
             self._table.grow(row + 1, device)
             if not self._is_shared:
                 self._table.clear(row)

@@ -1,6 +1,6 @@
 """The committed tokens of the running requests, kept on the device."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import count
 from typing import NamedTuple
 
@@ -44,9 +44,8 @@ class TextStore:
         rows: list[int] = []
         for request in requests:
             if request.request_id not in self._rows:
-                taken = {*self._rows.values()}
                 self._lengths[request.request_id] = 0
-                self._rows[request.request_id] = next(n for n in count() if n not in taken)
+                self._rows[request.request_id] = free_row(self._rows.values())
             rows.append(self._rows[request.request_id])
         pairs = zip(requests, texts, strict=True)
         lengths = [row_length(request, len(text)) for request, text in pairs]
@@ -88,6 +87,15 @@ class TextStore:
             grown = torch.zeros((rows, width), dtype=torch.int32, device=device)
             grown[:old_rows, :old_width] = self._token_ids.to(device)
             self._token_ids = grown
+
+
+def free_row(taken: Iterable[int]) -> int:
+    """Return the lowest row that is not taken.
+
+    It is found anew each time, as an interrupt could lose a row from a list of free ones.
+    """
+    rows = {*taken}
+    return next(row for row in count() if row not in rows)
 
 
 def row_length(request: Request, length: int) -> int:
