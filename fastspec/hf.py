@@ -127,7 +127,7 @@ class HFGenerator:
         asked = _asked_spec(generation_config)
         if asked not in (None, self.engine.spec):
             raise ValueError("num_assistant_tokens, prompt_lookup_num_tokens: set by spec= here")
-        _refuse(generation_config, model_kwargs)
+        _refuse(model, generation_config, model_kwargs)
         batch = _Batch.of(input_ids, inputs_tensor, model_kwargs, self.engine.decoder_start_id)
         if inputs_tensor is not None and batch.is_encoded and not model.training:
             _check_encoded(model, inputs_tensor, model_kwargs)
@@ -392,16 +392,29 @@ def _asked_spec(config: GenerationConfig) -> SpecConfig | None:
     return SpecConfig(**asked) if asked else None
 
 
-def _refuse(config: GenerationConfig, model_kwargs: Mapping[str, Any]) -> None:
+def _refuse(
+    model: PreTrainedModel, config: GenerationConfig, model_kwargs: Mapping[str, Any]
+) -> None:
     """Raise for fields and inputs that would otherwise be silently ignored."""
     for name in _REFUSED:
         if not is_off(name, value := getattr(config, name, None)):
             raise ValueError(f"{name}: {value!r} is not supported")
     for name, value in model_kwargs.items():
-        if value is not None and name not in _PREPARED:
-            raise ValueError(f"{name}: not supported")
+        if value is not None and name not in _PREPARED and not _is_of_text(model, name, value):
+            given = "pixel_values" if name == "mm_encoder_outputs" else name  # made of it
+            raise ValueError(f"{given}: not supported")
         if getattr(value, "_is_user_defined", False):
             raise ValueError(f"{name}: not supported, the engine keeps its own cache")
+
+
+def _is_of_text(model: PreTrainedModel, name: str, value: Any) -> bool:
+    """Whether an input of a model that also takes images or sound says that there are none."""
+    if name == "mm_encoder_outputs":
+        return not any(value.values())
+    takes_more = (
+        name in ("mm_token_type_ids", "token_type_ids") and model.input_modalities != "text"
+    )
+    return takes_more and not torch.as_tensor(value).any()  # 0 marks text
 
 
 def _check_encoded(model: Any, ids: Tensor, model_kwargs: Mapping[str, Any]) -> None:

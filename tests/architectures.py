@@ -1,6 +1,6 @@
 """A tiny random model of each of transformers' decoders, and whether the engine gives its text.
 
-`python -m tests.architectures` writes the table of docs/models.md, in about a minute. A model is
+`python -m tests.architectures` writes the tables of docs/models.md, in two minutes. A model is
 equal where its ids are those of `generate` while drafts are right, wrong and absent by turns, on
 two texts at once that are longer than its windows. Its weights are drawn so large that attention is
 far from uniform and no text repeats one token, and its layers are of all the kinds that its default
@@ -15,7 +15,13 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    PreTrainedModel,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from fastspec import Engine, SamplingParams, SpecConfig
@@ -30,7 +36,7 @@ LEAST_DISTINCT = 6  # tokens of each text
 GAINS = (1.5, 1.0, 0.7, 0.5, 3.0, 4.0, 6.0)  # of weights, tried until the texts have them
 PROMPTS = [[5, 7, 40, 9], [10 + (37 * i * i + 11 * i) % 250 for i in range(33)]]
 NUM_LAYERS = 4
-MOST_PARAMETERS = 1_500_000
+MOST_PARAMETERS = 8_000_000
 
 _IDS = {"bos_token_id": 2, "eos_token_id": 3, "pad_token_id": 1}
 # What configurations call their sizes; each takes those that it has.
@@ -61,11 +67,48 @@ _LINEAR = {
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 4),
     **dict.fromkeys(("linear_head_dim", "linear_num_heads"), 8),
 }
+
+
+def _rotated_in(*section: int) -> dict[str, Any]:
+    """Parts of half a head, for time, height and width."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [*section]}
+    return {"rope_parameters": rope}
+
+
 _INDEXED = {"index_topk": 4, "index_head_dim": 16, "index_n_heads": 2}
 # Their configurations want more than smaller sizes, or they do not generate text from text alone.
 NOT_TRIED = {
     *("blt", "cpmant", "dots3_note_text", "gemma4_assistant", "gemma4_unified_assistant", "git"),
     *("phi4_multimodal", "prophetnet", "qwen4_exp_text", "roc_bert", "xlstm"),
+}
+# Models that also take images or sound, and that can be made small without much ado.
+MULTIMODAL = (
+    *("aria", "aya_vision", "cohere2_vision", "cohere_compass", "cosmos3_omni", "deepseek_vl"),
+    *(
+        "deepseek_vl_hybrid",
+        "exaone4_5",
+        "gemma3",
+        "gemma4",
+        "gemma4_unified",
+        "glm46v",
+        "glm4v",
+        "glm4v_moe",
+        "glm_ocr",
+    ),
+    *("glmasr", "got_ocr2", "hyperclovax_vision_v2", "idefics2", "idefics3", "internvl"),
+    *("kimi_k25", "lfm2_vl", "lfm3_vl", "lighton_ocr", "llama4", "llava", "llava_next"),
+    *("llava_next_video", "llava_onevision", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7"),
+    *("minimax_m3_vl", "mistral3", "mistral_large4", "omniasr", "ovis2", "paddleocr_vl"),
+    *("paligemma", "pp_chart2table", "qianfan_ocr", "qwen2_5_vl", "qwen2_audio", "qwen2_vl"),
+    *("qwen3_5", "qwen3_5_moe", "qwen3_asr", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "step3p7"),
+    *("video_llama_3", "video_llava", "vipllava", "voxtral"),
+)
+# Of the parts that read images and sound.
+_ENCODER_SIZES = {
+    **_SIZES,
+    **dict.fromkeys(("depth", "num_hidden_layers", "encoder_layers", "num_layers"), 2),
+    **dict.fromkeys(("hidden_size", "d_model", "embed_dim", "out_hidden_size"), 32),
+    **{"image_size": 28, "patch_size": 14, "num_position_embeddings": 64},
 }
 # What a default leaves out, or must have together.
 OVERRIDES: dict[str, dict[str, Any]] = {
@@ -132,6 +175,10 @@ OVERRIDES["inkling2_loop_text"] = OVERRIDES["inkling2_text"] | {
     "loop_num_passes": 2,
     "n_layers_per_attn_res_block": 1,
 }
+for _name in ("qwen2_vl_text", "qwen2_5_vl_text", "glm4v_text", "glm_ocr_text"):
+    OVERRIDES[_name] = _rotated_in(2, 1, 1)
+OVERRIDES["glm4v_moe_text"] = _rotated_in(0, 1, 1)
+OVERRIDES["paddleocr_vl_text"] = _rotated_in(4, 2, 2)
 _BERTS = ("bert", "camembert", "data2vec-text", "ernie", "roberta", "xlm-roberta")
 for _name in (*_BERTS, "xmod"):  # the mean of GELU's output would outweigh what differs
     OVERRIDES[_name] = OVERRIDES.get(_name, {}) | {"hidden_act": "tanh"}
@@ -140,6 +187,8 @@ for _name in (*_BERTS, "xmod"):  # the mean of GELU's output would outweigh what
 def config_of(model_type: str, **overrides) -> Any:
     """Its configuration, as small as that of any decoder, with layers of every kind it has."""
     kind = CONFIG_MAPPING[model_type]
+    if model_type in MULTIMODAL:
+        return _config_of_parts(kind)
     default = kind().__dict__
     own = {field.name for field in fields(kind)}
     sizes = {name: size for name, size in _SIZES.items() if default.get(name) is not None}
@@ -159,14 +208,37 @@ def config_of(model_type: str, **overrides) -> Any:
     return kind(**sizes | OVERRIDES.get(model_type, {}) | overrides)
 
 
+def _config_of_parts(kind: Any) -> Any:
+    """The text part as small as if it were alone, and the others even smaller."""
+    default = kind()
+    text = default.get_text_config(decoder=True).model_type
+    parts = {name: getattr(default, name, None) for name in kind.sub_configs}
+    small = {
+        name: config_of(text) if part.model_type == text else _encoder_config_of(part)
+        for name, part in parts.items()
+        if part is not None
+    }
+    own = {name: _SIZES[name] for name in ("vocab_size", "hidden_size") if name in vars(default)}
+    return kind(**small | own, tie_word_embeddings=False)
+
+
+def _encoder_config_of(default: Any) -> Any:
+    fitting = {
+        n: size for n, size in _ENCODER_SIZES.items() if type(getattr(default, n, 0.0)) is int
+    }
+    return type(default)(**fitting)
+
+
 def random_decoder(config: Any, seed: int = 0) -> PreTrainedModel:
     """Weights that make its text depend on all that it has read."""
     options: Any = {"attn_implementation": "eager", "dtype": torch.float32}
+    is_text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    kind: Any = AutoModelForCausalLM if is_text else AutoModelForMultimodalLM
     with torch.device("meta"):
-        size = AutoModelForCausalLM.from_config(config, **options).num_parameters()
+        size = kind.from_config(config, **options).num_parameters()
     assert size <= MOST_PARAMETERS, f"{config.model_type}: {size} parameters"
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, **options).eval()
+    model = kind.from_config(config, **options).eval()
     gain = GAINS[seed]
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -241,6 +313,7 @@ KINDS = {
     "attends several times in a layer": r"layer -?\d+ attends \d+ times|share their attention",
     "outputs beside hidden states": "returns more than hidden states",
     "window that attention is not told of": "`generate` keeps",
+    "bidirectional attention": "bidirectional attention",
 }
 
 
@@ -276,11 +349,13 @@ def _how(engine: Engine) -> str:
 
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
-TABLE = re.compile(r"(<!-- architectures: .*?-->\n)(.*?)(<!-- end of architectures -->)", re.DOTALL)
+TABLE = re.compile(
+    r"(<!-- (?P<kind>architectures|multimodal): .*?-->\n)(?P<rows>.*?)(?=<!-- end)", re.DOTALL
+)
 
 
 def table(verdicts: list[Verdict]) -> str:
-    """The part of the page that is not written by hand."""
+    """A part of the page that is not written by hand."""
     num_equal = sum(verdict.is_equal for verdict in verdicts)
     lines = [
         f"With transformers {transformers.__version__}: {num_equal} of {len(verdicts)} are equal.",
@@ -294,6 +369,7 @@ def table(verdicts: list[Verdict]) -> str:
 
 if __name__ == "__main__":
     transformers.logging.set_verbosity_error()
-    text = table([try_out(model_type) for model_type in model_types()])
+    listed = {"architectures": model_types(), "multimodal": MULTIMODAL}
+    texts = {kind: table([try_out(name) for name in names]) for kind, names in listed.items()}
     page = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(TABLE.sub(lambda m: m[1] + text + m[3], page), encoding="utf-8")
+    PAGE.write_text(TABLE.sub(lambda m: m[1] + texts[m["kind"]], page), encoding="utf-8")

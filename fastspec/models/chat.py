@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, cast
 from uuid import uuid4
 
@@ -89,16 +90,49 @@ def chat_text(
         raise ValueError(f"chat_template_kwargs: {min(taken)} is given by the messages")
     if tokenizer.chat_template is None and options.get("chat_template") is None:
         raise ValueError("chat: the target's tokenizer has no chat template; give a chat_template")
-    try:
-        text = str(tokenizer.apply_chat_template(cast(Any, messages), tokenize=False, **options))
-    except _TEMPLATE_ERRORS as error:
-        raise ValueError(f"messages: the chat template failed: {one_line(error)}") from error
+    text = _rendered(tokenizer, messages, options)
     require_unicode("messages", text)
     if tools := options.get("tools"):
         template = tokenizer.get_chat_template(options.get("chat_template"), tools)
         if re.search(r"\btools\b", template) is None:
             raise ValueError("tools: the chat template does not read them: the model sees none")
     return text
+
+
+def _rendered(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    options: Mapping[str, Any],
+) -> str:
+    """Run the template on contents that are texts, or, if it does not read these, on parts.
+
+    Templates of models that also take images may look only for parts, and then leave a text out.
+    """
+
+    def render(given: Sequence[Mapping[str, Any]]) -> tuple[str, bool]:
+        text = str(tokenizer.apply_chat_template(cast(Any, given), tokenize=False, **options))
+        asked = (message["content"] for message in messages if message["role"] == "user")
+        return text, all(content.strip() in text for content in asked)
+
+    text, failure = "", None
+    try:
+        text, is_complete = render(messages)
+        if is_complete:
+            return text
+    except _TEMPLATE_ERRORS as error:
+        failure = error
+    with suppress(*_TEMPLATE_ERRORS):
+        of_parts, is_complete = render([_in_parts(message) for message in messages])
+        if is_complete:
+            return of_parts
+    if failure is not None:
+        raise ValueError(f"messages: the chat template failed: {one_line(failure)}") from failure
+    return text
+
+
+def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if content else message
 
 
 _REASONING = ("reasoning_content", "thinking")  # as response templates call it

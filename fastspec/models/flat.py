@@ -336,14 +336,15 @@ def _can_run(trial: Callable[..., bool], *args) -> bool:
 
 def _base_of(model: PreTrainedModel) -> Any:
     """Return the module that has the layers, if its parts are named as in Llama."""
-    base = getattr(model, model.base_model_prefix, None)
+    base = model.get_decoder()
     names = "embed_tokens", "layers", "norm", "rotary_emb"
     return base if all(hasattr(base, name) for name in names) else None
 
 
 def _has_plain_ends(model: PreTrainedModel) -> bool:
     base, head = _base_of(model), model.get_output_embeddings()
-    outer = all(is_plain(module) for module in (model, base))
+    # Around the decoder of a model that also reads images, other modules handle its input.
+    outer = base is model.base_model and all(is_plain(module) for module in (model, base))
     return (
         outer and type(base.embed_tokens) is nn.Embedding and type(head) in (nn.Linear, ReducedHead)
     )

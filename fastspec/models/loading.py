@@ -11,8 +11,12 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
     PreTrainedConfig,
@@ -48,16 +52,27 @@ def resolve_device(config: EngineConfig) -> torch.device:
 
 
 def _language_model(path: str | Path, dtype: str, **options: Any) -> Any:
-    """Load a decoder or an encoder-decoder, as its configuration says."""
+    """Load a decoder, an encoder-decoder, or a model that also reads images or sound, as its
+    configuration says."""
     place, gguf = _for_transformers(path)
     options |= gguf
-    config = AutoConfig.from_pretrained(place, **gguf)
-    loader = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    loader = _loader_of(AutoConfig.from_pretrained(place, **gguf))
     loaded = loader.from_pretrained(place, dtype=dtype, output_loading_info=True, **options)
     model, report = cast(Any, loaded)
     if missing := sorted(report["missing_keys"]):
         raise ValueError(f"{len(missing)} weights are missing, such as {missing[0]}")
     return model
+
+
+def _loader_of(config: PreTrainedConfig) -> Any:
+    if config.is_encoder_decoder:
+        if type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
+            return AutoModelForSeq2SeqLM
+    elif type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM
+    elif type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING:
+        return AutoModelForMultimodalLM
+    raise ValueError(f"transformers has no language model of type {config.model_type!r}")
 
 
 def load_model(

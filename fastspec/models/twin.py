@@ -81,7 +81,8 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
     """
     copy = copy_of_modules(model)
     size = copy.config.get_text_config(decoder=True).num_hidden_layers
-    lists = [m for m in copy.modules() if isinstance(m, nn.ModuleList) and len(m) == size]
+    modules: Any = copy.get_decoder().modules()  # an encoder of images may have as many
+    lists = [m for m in modules if isinstance(m, nn.ModuleList) and len(m) == size]
     if len(lists) != 1:
         raise ValueError(f"{type(model).__name__}: {len(lists)} lists of {size} layers, not one")
     del lists[0][count:]

@@ -54,6 +54,24 @@ def test_parts_of_a_content_and_json_of_tool_calls_are_what_templates_expect(eng
         assert shown(engine, asked, GREEDY, **options) == ["2"]
 
 
+PARTS = (
+    "{% for message in messages %}[{{ message.role }}]{% for part in message.content"
+    " if part.type == 'text' %}{{ part.text }}{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    "template", [PARTS, "{% if messages[0].content is string %}{{ fail() }}{% endif %}" + PARTS]
+)
+def test_templates_that_read_parts(engine, template):
+    asked = [{"role": "system", "content": "Be brief."}, *HI]
+    assert shown(engine, asked, GREEDY, chat_template=template) == ["[system]Be brief.[user]hi"]
+
+
+def test_a_template_that_changes_the_text_gets_texts(engine):
+    assert shown(engine, HI, GREEDY, chat_template="{{ messages[0].content | upper }}") == ["HI"]
+
+
 def test_no_second_start_token(engine):
     (output,) = engine.chat(HI, GREEDY)
     expected = engine.tokenizer.apply_chat_template(HI, add_generation_prompt=True)["input_ids"]
