@@ -49,9 +49,8 @@ _HEURISTIC = ("heuristic", "heuristic_transient")  # same here: nothing carries 
 _REFUSED = (
     *("num_beams", "num_beam_groups", "constraints", "force_words_ids", "penalty_alpha"),
     *("dola_layers", "guidance_scale", "output_scores", "output_logits", "output_attentions"),
-    *("output_hidden_states", "cache_implementation", "is_assistant", "use_mtp"),
-    *("speculation_type", "assistant_ensemble_weight"),
-    "assistant_confidence_threshold",
+    *("output_hidden_states", "cache_implementation", "is_assistant", "speculation_type"),
+    *("assistant_ensemble_weight", "assistant_confidence_threshold"),
 )
 _DEFAULT_ASSISTANT_TOKENS = 20
 _DEFAULT_NGRAM_SIZE = 2
@@ -190,9 +189,10 @@ def hf_generate(
         given = {"drafter": drafter, "spec": spec, "config": config}
         given["token_streamer"] = token_streamer
         return _prepare_and_call(hf_generate, model, inputs, **given, **options)
-    for name in ("prompt_lookup_num_tokens", "assistant_early_exit"):
+    for name in ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp"):
         if drafter is not None:
-            refuse(name, getattr(prepared, name), "not with assistant_model or another drafter")
+            given = getattr(prepared, name) or None
+            refuse(name, given, "not with assistant_model or another drafter")
     asked = _asked_spec(prepared)
     if asked is not None and spec is not None:
         raise ValueError("num_assistant_tokens, prompt_lookup_num_tokens: cannot go with spec")
@@ -372,11 +372,13 @@ def _prepare_and_call(
 def _asked_spec(config: GenerationConfig) -> SpecConfig | None:
     """Return the spec that the fields of assisted generation ask for; None if all are default."""
     count, lookup = config.num_assistant_tokens, config.prompt_lookup_num_tokens
-    exit_layer = config.assistant_early_exit
+    exit_layer, use_mtp = config.assistant_early_exit, config.use_mtp or None
+    if exit_layer is not None:
+        refuse("use_mtp", use_mtp, "cannot be combined with assistant_early_exit")
     if lookup is not None:
-        refuse(
-            "assistant_early_exit", exit_layer, "cannot be combined with prompt_lookup_num_tokens"
-        )
+        why = "cannot be combined with prompt_lookup_num_tokens"
+        refuse("assistant_early_exit", exit_layer, why)
+        refuse("use_mtp", use_mtp, why)
         most = config.max_matching_ngram_size or _DEFAULT_NGRAM_SIZE
         return SpecConfig("prompt_lookup", lookup, prompt_lookup_min=1, prompt_lookup_max=most)
     asked: dict[str, Any] = {}
@@ -389,6 +391,8 @@ def _asked_spec(config: GenerationConfig) -> SpecConfig | None:
         asked["schedule"] = "heuristic"
     if exit_layer is not None:
         asked |= {"method": "early_exit", "exit_layer": exit_layer}
+    if use_mtp:
+        asked["method"] = "mtp"
     return SpecConfig(**asked) if asked else None
 
 

@@ -120,7 +120,7 @@ class TuneOptions(Options):
 
     def _missing(self, method: Method) -> str | None:
         """The option without which there is nothing to try of a method, if it is not given."""
-        needed = [] if method.needs_draft else [*_listed_for(method)]
+        needed = [*_listed_for(method)] if method.changes_target else []
         needed += ["tree_nodes"] if method.drafts_trees else []
         return next((name for name in needed if not getattr(self, name)), None)
 
@@ -170,7 +170,7 @@ class TuneOptions(Options):
                 **value,
                 **fields,
             )
-            for value in ([{}, *values] if method.needs_draft else values or [{}])
+            for value in (values if method.changes_target else [{}, *values])
             for length, nodes, copied in shapes
         ]
 

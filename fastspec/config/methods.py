@@ -32,6 +32,7 @@ class Method:
         drafts_trees: whether it always drafts trees.
         reads_target: what it reads from the target in addition to its text.
         own_writer: what to call its drafter in a sentence, if not "the draft model" or its name.
+        changes_target: whether the target itself drafts, as one of its options changes it.
         is_tried: whether `tune` tries it by default.
     """
 
@@ -47,6 +48,7 @@ class Method:
     drafts_trees: bool = False
     reads_target: str = ""
     own_writer: str = ""
+    changes_target: bool = False
     is_tried: bool = False
 
     @property
@@ -151,6 +153,7 @@ BUILT_IN = (
         "the target's own first layers",
         _MODEL | _CHAIN | {"exit_layer"},
         reads_target="the target's layers",
+        changes_target=True,
         is_tried=True,
     ),
     Method(
@@ -159,6 +162,7 @@ BUILT_IN = (
         _MODEL | _CHAIN | _BITS,
         reads_target="the target's weights",
         own_writer="the quantized copy",
+        changes_target=True,
         is_tried=True,
     ),
     Method(
@@ -169,6 +173,13 @@ BUILT_IN = (
         reads_target="the target's hidden states",
         own_writer="the EAGLE-3 draft",
         is_tried=True,
+    ),
+    Method(
+        "mtp",
+        "the target's own layer for multi-token prediction (MTP), as a chain or a tree",
+        _MODEL | _CHAIN | _TREE | LOOKUP_FIELDS | _BITS,
+        reads_target="the target's hidden states",
+        own_writer="the MTP layer",
     ),
     Method(
         "tree",

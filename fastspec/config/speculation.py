@@ -75,7 +75,7 @@ class SpecConfig(Options):
             "n_spec_tokens (Colossal-Inference, in enable_spec_dec)",
         ),
         flags=("--num-speculative-tokens", "-k"),
-        usual={"": 5, "suffix": 24},
+        usual={"": 5, "suffix": 24, "mtp": 3},
     )
     draft_sample_method: str | None = option(
         None,
@@ -244,7 +244,7 @@ class SpecConfig(Options):
         " K.",
         "Greedy drafts make the tree of the highest cumulative draft probability; sampled drafts"
         " one of a fixed, balanced shape. In a batch with any sampled drafts, all trees have the"
-        " fixed shape. suffix and eagle3 draft chains unless a tree option is given.",
+        " fixed shape. suffix, eagle3 and mtp draft chains unless a tree option is given.",
         usual=16,
     )
     tree_paths: Sequence[Sequence[int]] | None = option(

@@ -61,6 +61,11 @@ class TargetReader(DraftModelDrafter):
         model = context.load(given, load)
         if not isinstance(model.model, cls.model_class):
             raise ValueError(f"drafter: {cls.kind} needs a {cls.kind} model, got {model.name}")
+        return cls.plan_with(model, context)
+
+    @classmethod
+    def plan_with(cls, model: PagedModel, context: DrafterContext) -> DrafterPlan:
+        """Plan its method with a loaded model."""
         spec = context.spec
         options = context.config, spec.draws_drafts, spec.confidence_threshold
 

@@ -60,8 +60,8 @@ class Methods:
         target, tokenizer, drafts: the loaded models.
         parts: of a cascade, by name.
         levels: what counters of a cascade's passes call each draft model.
-        refused: why Hugging Face's assisted generation is left out, with a draft model or with the
-            target's first layers; None if it runs.
+        refused: why Hugging Face's assisted generation is left out, with a draft model or with
+            layers of the target; None if it runs.
         uncompared: methods whose output differs from plain decoding: the draft model by itself, and
             ours with synthetic acceptance.
         last_stats: counters of the last run of ours.
@@ -129,18 +129,27 @@ class Methods:
         self.levels = _level_names(self.drafts)
         models = self.target, *self.drafts
         self.costs: list[float] = [*(costs or (model.num_parameters() for model in models))]
+        # Hugging Face's arguments for layers of the target that draft.
+        self._own_layers: dict[str, Any] = {}
         if spec.exit_layer is not None:
+            self._own_layers["assistant_early_exit"] = spec.exit_layer
+        elif method.name == "mtp":
+            self._own_layers["use_mtp"] = True
+        if self._own_layers:
             num_layers = self.target.config.get_text_config(decoder=True).num_hidden_layers
-            self.costs.append(self.costs[0] * spec.exit_layer / num_layers)
+            self.costs.append(self.costs[0] * (spec.exit_layer or 1) / num_layers)
         self._generate = cast(Any, self.target).generate  # only generative classes have it
         self._num_speculative_tokens = spec.num_draft_tokens()
         self._num_assistant_tokens = spec.num_model_tokens()  # the peers copy nothing
         self.last_stats = SpecStats()
-        self._exit_layer = spec.exit_layer
-        runs_model = self._draft is not None or self._exit_layer is not None
         self.refused = None
-        if self._peers and runs_model:
+        if self._peers and self._runs_layers:
             self.refused = self._trial((0.0, *settings.temperatures))
+
+    @property
+    def _runs_layers(self) -> bool:
+        """Whether Hugging Face's assisted generation runs layers that draft, and copies nothing."""
+        return self._draft is not None or self._own_layers != {}
 
     def _trial(self, temperatures: Sequence[float]) -> str | None:
         """The error of Hugging Face's assisted generation on a few tokens, if there is one."""
@@ -210,7 +219,7 @@ class Methods:
 
     def _hf_assisted(self, prompt: TokenIds, temperature: float, seed: int) -> TokenIds:
         num = self._num_assistant_tokens
-        if self._draft is None and self._exit_layer is None:
+        if not self._runs_layers:
             return self._hf_generate(prompt, temperature, seed, prompt_lookup_num_tokens=num)
         changes = {
             "num_assistant_tokens": num,
@@ -223,15 +232,15 @@ class Methods:
             return self._hf_generate(prompt, temperature, seed, **assistant)
 
     def _hf_assisted_default(self, prompt: TokenIds, temperature: float, seed: int) -> TokenIds:
-        if self._draft is None and self._exit_layer is None:
+        if not self._runs_layers:
             num = _HF_LOOKUP_TOKENS
             return self._hf_generate(prompt, temperature, seed, prompt_lookup_num_tokens=num)
         return self._hf_generate(prompt, temperature, seed, **self._assistant(temperature))
 
     def _assistant(self, temperature: float) -> dict[str, Any]:
-        """Hugging Face's arguments for the draft model, or for the target's first layers."""
-        if self._exit_layer is not None:
-            return {"assistant_early_exit": self._exit_layer}
+        """Hugging Face's arguments for the draft model, or for layers of the target."""
+        if self._own_layers:
+            return self._own_layers
         draft = self._sampled_draft if temperature else self._draft
         named: dict[str, Any] = {"assistant_model": draft}
         if self._own_tokenizer is not None:

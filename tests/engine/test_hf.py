@@ -326,7 +326,7 @@ def test_outputs_as_mappings(model, drafter):
         {"past_key_values": DynamicCache()},
         {"position_ids": torch.tensor([[5, 6, 7, 8, 9, 10]])},
         {"token_type_ids": torch.zeros(1, 6, dtype=torch.long)},
-        {"use_mtp": True},
+        {"use_mtp": True, "drafter": "tiny-draft"},
         {"assistant_early_exit": 1, "prompt_lookup_num_tokens": 3},
         {"assistant_confidence_threshold": 0.2},
         {"num_assistant_tokens_schedule": "other"},

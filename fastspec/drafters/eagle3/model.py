@@ -1,4 +1,4 @@
-"""EAGLE draft models: one decoder layer that reads its target's hidden states."""
+"""Draft models of one decoder layer that reads its target's hidden states; those of EAGLE."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -167,26 +167,19 @@ class Eagle3Layer(EagleLayer):
         return LayerWeights(attention_norm=norms[0], mlp_norm=norms[1], **found)
 
 
-class EagleDraft(PreTrainedModel, GenerationMixin):
-    """A draft model that reads its target's hidden states; weights have published names.
+class StateReader(PreTrainedModel, GenerationMixin):
+    """A draft model of one layer that reads its target's hidden states.
 
     Row i reads the embedding of token i and a hidden state of token i - 1 (the target's if known,
     else its own), and predicts token i + 1.
     """
 
-    config: EagleConfig
-    config_class = EagleConfig
     base_model_prefix = "model"
     _supports_attention_backend = True
 
-    midlayer: Any  # an EagleLayer
+    embed_tokens: Any
     norm: nn.Module  # before the head
-
-    def __init__(self, config: EagleConfig):
-        super().__init__(config)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, device="meta")
-        self.rotary_emb = LlamaRotaryEmbedding(config)
-        self.lm_head: nn.Module = nn.Identity()  # embeddings and head are set later
+    lm_head: Any
 
     @property
     def target_layers(self) -> list[int]:
@@ -202,8 +195,10 @@ class EagleDraft(PreTrainedModel, GenerationMixin):
         """Combine the target's concatenated states to the input [..., E] of a row."""
         raise NotImplementedError
 
-    def join(self, embeddings: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the input of attention, and the residual for its output [..., E]."""
+    def advance(
+        self, embeddings: Tensor, hidden: Tensor, position_ids: Tensor, paged_step: PagedStep
+    ) -> Tensor:
+        """Return the draft's hidden states [1, T, E] from what each row reads, [1, T, E] each."""
         raise NotImplementedError
 
     def get_input_embeddings(self) -> nn.Module:
@@ -224,6 +219,34 @@ class EagleDraft(PreTrainedModel, GenerationMixin):
         states: PagedStates | None = paged_step.target_view
         # The pass that probes the model has no states.
         hidden = torch.zeros_like(embeddings) if states is None else states.read(self.fuse)
+        hidden = self.advance(embeddings, hidden, position_ids, paged_step)
+        if states is not None:
+            states.keep(hidden)
+        rows = slice(None) if isinstance(logits_to_keep, int) else logits_to_keep
+        return CausalLMOutputWithPast(logits=self.lm_head(self.norm(hidden[:, rows])))
+
+
+class EagleDraft(StateReader):
+    """An EAGLE draft; its weights have published names."""
+
+    config: EagleConfig
+    config_class = EagleConfig
+
+    midlayer: Any  # an EagleLayer
+
+    def __init__(self, config: EagleConfig):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, device="meta")
+        self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.lm_head: nn.Module = nn.Identity()  # embeddings and head are set later
+
+    def join(self, embeddings: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the input of attention, and the residual for its output [..., E]."""
+        raise NotImplementedError
+
+    def advance(
+        self, embeddings: Tensor, hidden: Tensor, position_ids: Tensor, paged_step: PagedStep
+    ) -> Tensor:
         joined, residual = self.join(embeddings, hidden)
         attended, _ = self.midlayer.self_attn(
             hidden_states=joined,
@@ -231,11 +254,7 @@ class EagleDraft(PreTrainedModel, GenerationMixin):
             attention_mask=None,
             paged_step=paged_step,
         )
-        hidden = self.midlayer.finish(residual, attended)
-        if states is not None:
-            states.keep(hidden)
-        rows = slice(None) if isinstance(logits_to_keep, int) else logits_to_keep
-        return CausalLMOutputWithPast(logits=self.lm_head(self.norm(hidden[:, rows])))
+        return self.midlayer.finish(residual, attended)
 
 
 class Eagle3Draft(EagleDraft):
