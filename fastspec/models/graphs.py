@@ -53,7 +53,8 @@ class CudaCapture:
         self._stream: torch.cuda.Stream | None = None
 
     def __call__(self, run: Run) -> Run:
-        with torch.cuda.device(self._device):
+        # torch leaves its stream current if it cannot end a capture, hence the second context.
+        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.current_stream()):
             if self._stream is None:  # one, as torch keeps scratch memory for each
                 self._stream = torch.cuda.Stream()
             stream = self._stream
@@ -258,7 +259,8 @@ class GraphedForward:
         try:
             return self.capture(run)
         except RuntimeError as error:
-            first_line = str(error).split("\n")[0]
+            # To end a failed capture fails as well; what failed before is the context of that.
+            first_line = str(error.__context__ or error).split("\n")[0]
             message = f"{self.paged_model.name} cannot be captured in a CUDA graph: {first_line}"
             if is_prompt:
                 logger.debug("prompts are read without CUDA graphs: %s", message)

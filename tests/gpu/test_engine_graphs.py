@@ -77,6 +77,14 @@ def test_replays_of_trees():
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
+def test_a_capture_that_fails_leaves_the_stream():
+    before, number = torch.cuda.current_stream(), torch.ones(1, device="cuda")
+    with pytest.raises(RuntimeError):
+        graphs.CudaCapture(number.device)(number.item)  # waits, which it may not in a capture
+    assert torch.cuda.current_stream() == before
+    assert number.item() == 1
+
+
 METHODS = ["none", "draft_model", "prompt_lookup", "mag", "tree", "eagle3", "glide"]
 
 
