@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from threading import Lock
 from typing import Any, TypeVar
 
 import torch
@@ -34,6 +35,8 @@ NEAR_FACTOR, RARE_FACTOR = 2, 8  # how many times as large that graph may be, in
 # Passes that only read prompts come in many sizes, and win less by a graph, which they get later.
 PROMPT_TIMES = 8
 logger = logging.getLogger(__name__)
+# A capture begins by waiting for the whole GPU; during another one that fails, and ruins both.
+_CAPTURING = Lock()
 
 Run = Callable[[], Any]
 Capture = Callable[[Run], Run]  # records a function that works on static buffers
@@ -67,7 +70,7 @@ class CudaCapture:
             graph = torch.cuda.CUDAGraph()
             # Other threads' concurrent GPU work is not part of the pass.
             options = {"pool": self._pool, "stream": stream, "capture_error_mode": "thread_local"}
-            with torch.cuda.graph(graph, **options):
+            with _CAPTURING, torch.cuda.graph(graph, **options):
                 out = run()
 
         def replay() -> Any:

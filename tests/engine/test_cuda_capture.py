@@ -1,7 +1,8 @@
 """How CUDA graphs are captured, by torch's own context on a stand-in for the GPU."""
 
 from contextlib import nullcontext
-from threading import local
+from threading import Barrier, Thread, local
+from time import sleep
 
 import pytest
 import torch
@@ -100,3 +101,30 @@ def test_the_reason_of_a_failed_capture_is_told(gpu):
     graphed = GraphedForward(model, {}, 16, CudaCapture(torch.device("cuda")), must=True)
     with pytest.raises(ValueError, match=r"^cuda_graphs: 'on'.* not permitted when stream is"):
         graphed.captured(waiting(gpu))
+
+
+def test_one_thread_captures_at_a_time(gpu):
+    """Two engines may be used by two threads."""
+    both_run, failures = Barrier(2), []
+
+    def capture():
+        num_runs = []
+
+        def run():
+            num_runs.append(None)
+            if len(num_runs) == 1:  # before the capture
+                both_run.wait()
+            else:
+                sleep(0.05)
+
+        try:
+            CudaCapture(torch.device("cuda"))(run)
+        except RuntimeError as error:
+            failures.append(str(error))
+
+    threads = [Thread(target=capture) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
