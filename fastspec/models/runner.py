@@ -64,6 +64,10 @@ class ModelRunner:
         self._cache_stacks: list[CacheStack] = []
         if caches is None:
             self._cache_stacks = paged_model.new_caches(num_blocks, block_size)
+            for _, keys, values in self._cache_stacks:
+                # Tokens that pad a pass see block 0, and some models scale all tokens by the
+                # largest activation of any.
+                keys[:, 0], values[:, 0] = 0, 0
             pairs = (stack.by_layer().items() for stack in self._cache_stacks)
             caches = {layer: cache for stack in pairs for layer, cache in stack}
         self.caches = caches

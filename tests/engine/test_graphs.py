@@ -2,6 +2,7 @@
 stand-in for the capture runs the same function on the same static buffers."""
 
 import logging
+from math import nan
 
 import pytest
 import torch
@@ -275,6 +276,32 @@ def test_few_graphs_of_passes_are_kept(monkeypatch):
         spans = spans_of([(9, count)])
         runner.forward(ids_for(spans), spans)
         assert capture.num_captured == num_captured, count
+
+
+class ScaledByAll(torch.nn.Module):
+    """A linear layer in 8 bits with one scale for all tokens, as torchao's by default."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x):
+        scale = x.abs().amax() / 448
+        return self.linear((x / scale).to(torch.float8_e4m3fn).to(x.dtype) * scale)
+
+
+@torch.inference_mode()
+def test_padding_sees_no_uninitialised_memory(monkeypatch):
+    model = random_model("llama")
+    for layer in model.model.layers:
+        layer.mlp.down_proj = ScaledByAll(layer.mlp.down_proj)
+    paged_model, empty = PagedModel(model, "auto"), torch.empty
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", lambda *sizes, **options: empty(*sizes, **options).fill_(nan))
+        runner = ModelRunner(paged_model, NUM_BLOCKS, CONFIG)
+    runner.capture_with(CountingCapture(), must=True)
+    spans = [Span([3, 4], 0, 5)]
+    assert runner.forward(ids_for(spans), spans).isfinite().all()
 
 
 @torch.inference_mode()
