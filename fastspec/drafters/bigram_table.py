@@ -38,7 +38,7 @@ def load_bigram(path: str | Path, vocab_size: int | None = None) -> Tensor:
                 f"bigram_path: {file}, entry {token_id}: expected an id in 0..{vocab_size - 1},"
                 f" got {successor!r}"
             )
-    return torch.tensor(successors, dtype=torch.int32)
+    return torch.tensor(successors, dtype=torch.int32, device="cpu")
 
 
 def save_bigram(successors: list[int], path: Path) -> None:

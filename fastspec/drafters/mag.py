@@ -78,7 +78,7 @@ class MagDrafter(CopyingDrafter):
 def _chains(bigram: Tensor, num: int) -> Tensor:
     """Return [n+1, K]: the K tokens after each token, -1 where none; the last row is all -1."""
     size = max(len(bigram), int(bigram.max()) + 1)
-    successor = torch.full((size + 1,), size)  # the token `size` means none
+    successor = bigram.new_full((size + 1,), size, dtype=torch.int64)  # the token `size` means none
     successor[: len(bigram)] = bigram
     chain = [successor]
     for _ in range(num - 1):

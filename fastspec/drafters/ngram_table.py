@@ -25,8 +25,8 @@ class NgramTable:
     def __init__(self, max_context: int, one_level: bool = False):
         self.max_context = max_context
         self._shortest = max_context if one_level else 1
-        self._counts = torch.empty((0, _BUCKETS), dtype=torch.int32)
-        self._best = torch.empty((0, _BUCKETS), dtype=torch.int64)
+        self._counts = torch.empty((0, _BUCKETS), dtype=torch.int32, device="cpu")
+        self._best = torch.empty((0, _BUCKETS), dtype=torch.int64, device="cpu")
 
     def grow(self, num_rows: int, device: torch.device) -> None:
         """Make room by doubling; if memory runs out, neither of the two tables grows."""

@@ -28,7 +28,7 @@ class TextStore:
     """
 
     def __init__(self):
-        self._token_ids = torch.empty((0, 0), dtype=torch.int32)
+        self._token_ids = torch.empty((0, 0), dtype=torch.int32, device="cpu")
         self._rows: dict[str, int] = {}
         self._lengths: dict[str, int] = {}
 

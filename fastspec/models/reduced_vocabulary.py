@@ -174,7 +174,7 @@ def read_reduced(path: str | Path, target: PreTrainedModel, **options: Any) -> P
         raise ValueError(f"{len(missing)} weights are missing, such as {missing[0]}")
     with torch.no_grad():
         for name, weight in own.items():
-            weight.copy_(tensors[name] * tensors.get(name + _SCALE, torch.ones(())))
+            weight.copy_(tensors[name] * tensors.get(name + _SCALE, 1))
     draft.to(target.device)  # pyright: ignore[reportArgumentType]
     reduce_vocabulary(draft, target, token_ids)
     return draft.eval()

@@ -35,7 +35,7 @@ class RotaryTable:
             return self._computed(positions)
         if end > len(self.cos):
             num = max(_LEAST_KEPT, 1 << (end - 1).bit_length())
-            self.cos, self.sin = self._computed(torch.arange(num))
+            self.cos, self.sin = self._computed(torch.arange(num, device=positions.device))
         return self.cos[positions], self.sin[positions]
 
     def _computed(self, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,7 @@ def device_tensor(
     if dtype in _INTEGERS:  # numpy converts lists several times as fast as torch
         tensor = torch.from_numpy(np.array(values, dtype=_INTEGERS[dtype], order="C"))
     else:
-        tensor = torch.tensor(values, dtype=dtype)
+        tensor = torch.tensor(values, dtype=dtype, device="cpu")
     if device.type == "cuda":  # only copies of page-locked memory are asynchronous
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)

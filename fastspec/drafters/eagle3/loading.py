@@ -79,14 +79,15 @@ def save_eagle3(draft: Eagle3Draft, folder: Path) -> None:
     """Write a draft model in bfloat16, without the embeddings and head, which are the target's."""
     head: Any = draft.lm_head
     token_ids = head.token_ids.cpu()
-    is_known = torch.zeros(head.out_features, dtype=torch.bool)
+    is_known = torch.zeros(head.out_features, dtype=torch.bool, device="cpu")
     is_known[token_ids] = True
     tensors = {
         name: weight.detach().to(torch.bfloat16).contiguous()
         for name, weight in draft.named_parameters()
         if not name.startswith(("embed_tokens.", "lm_head."))
     }
-    tensors |= {"d2t": token_ids - torch.arange(len(token_ids)), "t2d": is_known}
+    places = torch.arange(len(token_ids), device="cpu")
+    tensors |= {"d2t": token_ids - places, "t2d": is_known}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt"})
     config = draft.config.to_diff_dict() | {"model_type": "llama", "architectures": [_ARCHITECTURE]}
@@ -162,7 +163,7 @@ def _token_ids(tensors: dict[str, Tensor], vocab_size: int) -> Tensor:
     """Return the tokens [R] that a draft can write; removes the maps for them from `tensors`."""
     offsets, is_known = tensors.pop("d2t", None), tensors.pop("t2d", None)
     num_ids = vocab_size if offsets is None else len(offsets)
-    token_ids = torch.arange(num_ids) + (0 if offsets is None else offsets.long())
+    token_ids = torch.arange(num_ids, device="cpu") + (0 if offsets is None else offsets.long())
     if not 0 <= int(token_ids.min()) <= int(token_ids.max()) < vocab_size:
         raise ValueError(f"d2t: names tokens outside the target's vocabulary of {vocab_size}")
     named, counts = token_ids.unique(return_counts=True)
