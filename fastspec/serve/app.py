@@ -7,7 +7,7 @@ import hmac
 import logging
 import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Set
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.resources import files
@@ -96,7 +96,8 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         thread.start()
-        yield
+        with suppress(asyncio.CancelledError):  # a second Ctrl-C, which ends what drains
+            yield
         await thread.stop()
 
     async def failed(request: Request, error: Exception) -> JSONResponse:

@@ -365,6 +365,29 @@ def test_requests_that_outlast_a_server_are_told(engine, closed, caplog, stream)
     assert_idle(engine)
 
 
+def test_a_second_interrupt_ends_the_threads_and_raises_nothing(engine):
+    app = create_app(engine)
+    is_up = asyncio.Event()
+    before = {*threading.enumerate()}
+    started = []
+
+    async def serve():
+        async with app.router.lifespan_context(app):
+            started.extend({*threading.enumerate()} - before)
+            is_up.set()
+            await asyncio.Event().wait()
+
+    async def interrupted():
+        task = asyncio.ensure_future(serve())
+        await is_up.wait()
+        task.cancel()  # as uvicorn does to the lifespan when it is told to end twice
+        await task
+
+    asyncio.run(interrupted())
+    assert {thread.name for thread in started} == {"fastspec-prompts", "fastspec-engine"}
+    assert not any(thread.is_alive() for thread in started)
+
+
 def test_slow_bodies_count_too(engine):
     def dribble():
         yield b'{"prompt": '
