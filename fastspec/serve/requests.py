@@ -383,7 +383,8 @@ def _asked(
     speculation = given.get("speculation", {})
     known = isinstance(speculation, dict) and {*speculation} <= _SPECULATION
     require("speculation", speculation, known, f"an object of {sorted(_SPECULATION)}")
-    names = [speculation[name] for name in ("method", "drafter") if name in speculation]
+    choices = speculation.get("method"), speculation.get("drafter")
+    names = [name for name in choices if name is not None]
     for name in names:
         fits = isinstance(name, str) and name in drafters and name == names[0]
         require("speculation", name, fits, f"method: one of {sorted(drafters)}")

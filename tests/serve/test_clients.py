@@ -51,6 +51,7 @@ def test_any_field_may_be_null(client):
         {"prompt_cache_retention": "24h"},
         {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True},
         {"response_format": {"type": "text"}},
+        {"speculation": {"method": None, "drafter": None, "num_speculative_tokens": None}},
         {"messages": [{"role": "user", "content": PARTS, "name": None}]},
         {"continue_final_message": False, "add_generation_prompt": True},
     ],
