@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from secrets import token_hex
 from tempfile import TemporaryFile
@@ -14,27 +14,34 @@ from fastspec.config.checks import require
 
 def require_file(field: str, path: Path) -> None:
     """Raise ValueError with the option's name unless the file exists; a pipe counts as a file."""
-    if not path.exists() or path.is_dir():
+    with _naming(field, path, "read"):
+        is_there = path.exists() and not path.is_dir()
+    if not is_there:
         raise ValueError(f"{field}: no such file: {str(path)!r}")
 
 
 def check_can_write(field: str, path: Path) -> None:
     """Refuse a file in a folder that does not exist, or a folder, before anything slow starts."""
-    if not path.parent.is_dir():
-        raise ValueError(f"{field}: no such folder: {str(path.parent)!r}")
-    if path.is_dir():
-        raise ValueError(f"{field}: expected a file, got the folder {str(path)!r}")
-    with writing(field, path), path.open("a") if path.exists() else TemporaryFile(dir=path.parent):
-        return
+    with writing(field, path):
+        if not path.parent.is_dir():
+            raise ValueError(f"{field}: no such folder: {str(path.parent)!r}")
+        if path.is_dir():
+            raise ValueError(f"{field}: expected a file, got the folder {str(path)!r}")
+        with path.open("a") if path.exists() else TemporaryFile(dir=path.parent):
+            return
 
 
 @contextmanager
-def writing(field: str, path: Path) -> Iterator[None]:
-    """Name the option and the file in errors of a block that writes it."""
+def _naming(field: str, path: Path, verb: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ValueError(f"{field}: cannot write {str(path)!r}: {error.strerror}") from error
+        raise ValueError(f"{field}: cannot {verb} {str(path)!r}: {error.strerror}") from error
+
+
+def writing(field: str, path: Path) -> AbstractContextManager[None]:
+    """Name the option and the file in errors of a block that writes it."""
+    return _naming(field, path, "write")
 
 
 def refuse_inputs(field: str, path: Path, inputs: Iterable[Path]) -> None:
@@ -58,7 +65,8 @@ def read_text(field: str, path: Path) -> str:
     """
     require_file(field, path)
     try:
-        return path.read_text(encoding="utf-8-sig")
+        with _naming(field, path, "read"):
+            return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{field}: {path} is not UTF-8: {error}") from error
 

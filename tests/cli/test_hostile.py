@@ -117,6 +117,9 @@ def assert_one_line(result, named, code):
         (["--prompts-file", "digits.jsonl"], "line 1: not readable: an integer has over 4300"),
         (["--config", "deep.json"], "deep.json is nested too deeply"),
         (["--save-outputs", "/proc/x.jsonl"], "--save-outputs: "),
+        (["--save-outputs", "n" * 300 + ".jsonl"], "--save-outputs: cannot write 'nnn"),
+        (["--prompts-file", "n" * 300], "--prompts-file: cannot read 'nnn"),
+        (["--config", "/proc/self/mem"], "--config: cannot read '/proc/self/mem': "),
     ],
 )
 def test_generate(invoke, bundled, arguments, named):
