@@ -5,6 +5,7 @@ import pickle
 import struct
 import zipfile
 from collections.abc import Callable
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -214,11 +215,17 @@ class DraftTrainer:
         self.record = state["record"]
 
     def run(self, advance: Advance) -> dict[str, Any]:
-        """Train to the last step, calling `advance` after each."""
+        """Train to the last step, calling `advance` after each.
+
+        Raises:
+            ValueError: the loss is not finite, after which no step would make the draft better.
+        """
         num_steps = self._num_steps
         for step in range(int(self.record["steps"]), num_steps):
             lesson = self._teacher(self._indices(step))
             loss, num_tokens = self._step(lesson, self.options.factor(step, num_steps))
+            if not isfinite(loss):
+                raise ValueError(f"rate: the loss of step {step + 1} is {loss}; try a lower rate")
             mean = self.record.get("train_loss", loss)
             self.record["train_loss"] = _LOSS_MEMORY * mean + (1 - _LOSS_MEMORY) * loss
             self.record["steps"] = step + 1

@@ -135,6 +135,21 @@ def test_training_lowers_the_loss_and_leaves_the_target_alone(num_layers, tmp_pa
         assert torch.equal(tensor, before[name])
 
 
+def test_a_loss_that_is_none_ends_the_run_and_spoils_no_checkpoint(tmp_path):
+    draft, loss = make_glide(random_model("llama")), DraftTrainer._loss
+
+    def spoiled(trainer, lesson):
+        own, count = loss(trainer, lesson)
+        return (own * torch.nan if trainer.record["steps"] == 5 else own), count
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DraftTrainer, "_loss", spoiled)
+        with pytest.raises(ValueError, match=r"^rate: the loss of step 6 is nan; try"):
+            train(tmp_path, 12, draft)
+    assert json.loads((tmp_path / "record.json").read_text())["steps"] == 4
+    train(tmp_path, 12, make_glide(random_model("llama")), resume=True)
+
+
 def test_a_continued_run_is_the_unbroken_one(tmp_path):
     drafts = []
     for _ in range(3):
