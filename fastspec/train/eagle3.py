@@ -306,7 +306,8 @@ def measure_acceptance(
     """Measure a draft's acceptance rate for each drafting step.
 
     Returns:
-        "sampled_acceptance", at temperature 1, and "greedy_acceptance", by step.
+        "sampled_acceptance", at temperature 1, and "greedy_acceptance", by step, up to the last
+        that a text is long enough for.
     """
     head: Any = target.get_output_embeddings()
     reduced: Any = draft.lm_head
@@ -323,7 +324,7 @@ def measure_acceptance(
             totals[:, step] += torch.stack(
                 [shared.cpu(), hits.sum().cpu(), torch.tensor(len(hits))]
             )
-    sampled, greedy = (totals[:2] / totals[2].clamp(min=1)).tolist()
+    sampled, greedy = (totals[:2] / totals[2])[:, totals[2] > 0].tolist()
     return {"sampled_acceptance": sampled, "greedy_acceptance": greedy}
 
 

@@ -17,6 +17,7 @@ from fastspec.train.eagle3 import (
     Text,
     cut_texts,
     make_eagle3,
+    measure_acceptance,
     stored_lessons,
     train_eagle3,
     unrolled,
@@ -110,6 +111,18 @@ def test_gradients_of_acceptance_are_finite_in_16_bits(dtype):
     (gradient,) = torch.autograd.grad(loss, rows)
     assert loss.isfinite()
     assert gradient.isfinite().all()
+
+
+def test_no_rate_is_reported_for_steps_that_no_text_reaches(tmp_path):
+    target = random_model("llama", num_hidden_layers=6)
+    texts = [Text(torch.arange(5, 9)), Text(torch.arange(9, 12))]
+    draft = make_eagle3(target, texts, DraftShape())
+    known = draft.lm_head.token_ids
+    teacher = stored_lessons(target, usual_layers(6), texts, known, tmp_path / "s")
+    for places, num_reached in ([0, 1], 2), ([1], 1):
+        found = measure_acceptance(draft, target, teacher, torch.tensor(places), num_steps=5)
+        assert [len(rates) for rates in found.values()] == [num_reached] * 2
+        assert all(rate > 0 for rate in found["sampled_acceptance"])
 
 
 def test_training_helps_and_goes_on_where_it_stopped(tmp_path):
