@@ -15,9 +15,9 @@ from fastspec.config.checks import require
 def require_file(field: str, path: Path) -> None:
     """Raise ValueError with the option's name unless the file exists; a pipe counts as a file."""
     with _naming(field, path, "read"):
-        is_there = path.exists() and not path.is_dir()
-    if not is_there:
-        raise ValueError(f"{field}: no such file: {str(path)!r}")
+        if not path.exists():
+            raise ValueError(f"{field}: no such file: {str(path)!r}")
+        _refuse_folder(field, path)
 
 
 def check_can_write(field: str, path: Path) -> None:
@@ -25,10 +25,14 @@ def check_can_write(field: str, path: Path) -> None:
     with writing(field, path):
         if not path.parent.is_dir():
             raise ValueError(f"{field}: no such folder: {str(path.parent)!r}")
-        if path.is_dir():
-            raise ValueError(f"{field}: expected a file, got the folder {str(path)!r}")
+        _refuse_folder(field, path)
         with path.open("a") if path.exists() else TemporaryFile(dir=path.parent):
             return
+
+
+def _refuse_folder(field: str, path: Path) -> None:
+    if path.is_dir():
+        raise ValueError(f"{field}: expected a file, got the folder {str(path)!r}")
 
 
 @contextmanager

@@ -119,6 +119,7 @@ def assert_one_line(result, named, code):
         (["--save-outputs", "/proc/x.jsonl"], "--save-outputs: "),
         (["--save-outputs", "n" * 300 + ".jsonl"], "--save-outputs: cannot write 'nnn"),
         (["--prompts-file", "n" * 300], "--prompts-file: cannot read 'nnn"),
+        (["--prompts-file", "/"], "--prompts-file: expected a file, got the folder '/'"),
         (["--config", "/proc/self/mem"], "--config: cannot read '/proc/self/mem': "),
     ],
 )

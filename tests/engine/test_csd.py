@@ -310,7 +310,7 @@ def test_every_name_of_the_module():
         (lambda m: compat.get_mag_model("no/such.json"), "bigram_path: no such file"),
         (
             lambda m: compat.CountedCSDraftingCachedDecoderModel(compat.DummyModel()),
-            "outputs: no such file",
+            "outputs: expected a file, got the folder",
         ),
     ],
 )
