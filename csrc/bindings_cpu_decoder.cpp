@@ -256,8 +256,8 @@ std::tuple<Tensor, Tensor, Tensor> draft_chain(
   call.hidden = weight_data(hidden, {num_rows, size}, type);
   if (hidden_cache) {
     require(hidden_cache->dim() == 2);
-    call.num_hidden_slots = hidden_cache->size(0);
-    weight_data(hidden_cache, {call.num_hidden_slots, size}, type);
+    require(hidden_cache->size(0) >= key_caches[0].size(0) * key_caches[0].size(1));
+    weight_data(hidden_cache, {hidden_cache->size(0), size}, type);
     call.hidden_cache = hidden_cache->mutable_data_ptr();
   }
   call.layers = layer_calls(shared, layers, key_caches, value_caches, num_rows, eps, norm_shift,

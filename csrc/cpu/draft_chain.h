@@ -25,8 +25,7 @@ struct DraftChainCall {
   int64_t vocab_size;
   const void* embedding_norm;  // or null: the embeddings are the hidden states
   const void* hidden;          // [num_rows, size] with embedding_norm: what the first pass reads
-  void* hidden_cache;          // [num_hidden_slots, size] or null
-  int64_t num_hidden_slots;
+  void* hidden_cache;          // [slots of the pages, size] or null
   const void* norm;
   OutputHead head;
   int64_t num_positions;  // that have rotation factors

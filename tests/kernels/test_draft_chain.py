@@ -288,7 +288,8 @@ def test_no_sequences_draw_nothing(backend):
         ("num_tokens", ints(5, 0, 3), r"num_tokens: expected from 1 to 5, got \[5, 0, 3\]"),
         ("num_tokens", ints(6, 1, 3), r"num_tokens: expected from 1 to 5, got \[6, 1, 3\]"),
         ("cu_rows", ints(0, 3, 3, 6), r"cu_rows: expected a row of each sequence"),
-        ("cos", torch.ones(12, HEAD_SIZE), r"(cos: expected factors of 13|sin: )"),
+        ("cos", torch.ones(12, HEAD_SIZE), r"cos: expected factors of 13 positions, got 12"),
+        ("cos", torch.ones(0, HEAD_SIZE), r"cos: expected factors of 13 positions, got 0"),
         ("context_lens", ints(9, 15, 6), r"context_lens\[1\]|block_table\[1\]"),
         ("context_lens", ints(9, 12, 6), r"block_table\[1\]"),  # in the second pass
         ("num_columns", VOCAB + 1, r"num_columns: expected at most 61"),
@@ -328,8 +329,9 @@ def test_refuses_a_wrong_embedding_or_head():
             draft_chain(**call | {"weights": weights._replace(**changed)})
     with pytest.raises(ValueError, match="weights: expected DraftWeights, got tuple"):
         draft_chain(**call | {"weights": tuple(weights)})
-    with pytest.raises(ValueError, match="hidden_cache: expected a row for each of 64 slots"):
-        draft_chain(**call | {"hidden_cache": call["hidden_cache"][1:]})
+    for hidden_cache in (call["hidden_cache"][1:], call["hidden_cache"][:0]):
+        with pytest.raises(ValueError, match="hidden_cache: expected a row for each of 64 slots"):
+            draft_chain(**call | {"hidden_cache": hidden_cache})
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
