@@ -138,12 +138,12 @@ def _check_tensors(
 def check_rotation(
     cos: Tensor | None,
     sin: Tensor | None,
-    num_rows: int,
+    num_rows: int | None,
     head_size: int,
     dtypes: tuple[torch.dtype, ...],
     device: torch.device,
 ) -> None:
-    """Check the factors of the rotary embedding."""
+    """Check the factors of the rotary embedding, of `num_rows` rows (None = any)."""
     if cos is None and sin is None:
         return
     if cos is None or sin is None:

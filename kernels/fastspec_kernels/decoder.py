@@ -229,8 +229,8 @@ def _check_weights(
     for field, columns in (("query_weight", num_inputs), ("gate_weight", size)):
         tensor = getattr(weights, field)
         if is_packed:
-            tiles = tensor.shape[0] if isinstance(tensor, Tensor) and tensor.dim() else 0
-            check_quantized(f"{name}.{field}", tensor, tiles * TILE, columns, cache.device)
+            check_tensor(f"{name}.{field}", tensor, (None,) * 3, (torch.uint8,), cache.device)
+            check_quantized(f"{name}.{field}", tensor, len(tensor) * TILE, columns, cache.device)
         else:
             check_tensor(f"{name}.{field}", tensor, (None, columns), LOGITS_DTYPES, cache.device)
     tile = TILE if is_packed else 1

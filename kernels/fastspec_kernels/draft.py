@@ -128,11 +128,10 @@ def draft_chain(
         sizes = num_rows, size, 2 * size if reads_hidden else size
         pages = block_table, context_lens, cu_rows
         check_layers("weights.layers", weights.layers, key_caches, value_caches, sizes, pages, None)
-        num_positions = len(cos) if isinstance(cos, Tensor) and cos.dim() else 0
         for keys in key_caches:
             if keys.shape[1] != cache.shape[1]:
                 raise ValueError(f"key_caches: block sizes {cache.shape[1]} and {keys.shape[1]}")
-            check_rotation(cos, sin, num_positions, keys.shape[-1], (torch.float32,), device)
+            check_rotation(cos, sin, None, keys.shape[-1], (torch.float32,), device)
         _check_hidden(hidden, hidden_cache, num_rows if reads_hidden else None, size, cache)
         batch = len(block_table)
         check_tensor("uniform_samples", uniform_samples, (batch, None), (torch.float32,), device)

@@ -48,9 +48,10 @@ BAD_BOOLS = [None, 1, 0.0, "yes", [], torch.tensor(True)]
 def bad_tensors(tensor: Tensor) -> list:
     """What no argument of this dtype and layout may be."""
     other = torch.float64 if tensor.is_floating_point() else torch.int16
-    nested = torch.nested.nested_tensor([tensor, tensor], layout=torch.jagged)
+    layouts = [torch.strided, torch.jagged]
+    nested = [torch.nested.nested_tensor([tensor, tensor], layout=each) for each in layouts]
     dtypes = tensor.to(other), tensor.bool(), tensor.to(torch.complex64)
-    return ["x", 1, True, tensor.tolist(), tensor.numpy(), *dtypes, tensor.to_sparse(), nested]
+    return ["x", 1, True, tensor.tolist(), tensor.numpy(), *dtypes, tensor.to_sparse(), *nested]
 
 
 def bad_lists(values: list) -> list:
