@@ -7,10 +7,10 @@ from fastspec_kernels.backend import run_checked
 from fastspec_kernels.checks import (
     FLOAT32,
     check_caches,
-    check_contiguous,
+    check_dense,
+    check_dense_rows,
     check_flag,
     check_int,
-    check_last_contiguous,
     check_number,
     check_positive,
     check_scales,
@@ -220,32 +220,26 @@ def _check_tensors(
     """Check shapes, dtypes, devices and strides."""
     num_kv_heads, head_size = check_caches(key_cache, value_cache)
     device = key_cache.device
-    check_tensor("query", query, (None, None, head_size), dtypes_beside(key_cache), device)
-    check_last_contiguous("query", query)
+    check_dense_rows("query", query, (None, None, head_size), dtypes_beside(key_cache), device)
     num_heads = query.shape[1]
     if num_heads == 0 or num_heads % num_kv_heads != 0:
         raise ValueError(f"query: {num_heads} heads, not a multiple of {num_kv_heads} KV heads")
-    check_tensor("block_table", block_table, (None, None), _INDEX, device)
-    check_last_contiguous("block_table", block_table)
+    check_dense_rows("block_table", block_table, (None, None), _INDEX, device)
     batch = block_table.shape[0]
-    check_tensor("context_lens", context_lens, (batch,), _INDEX, device)
-    check_contiguous("context_lens", context_lens)
-    check_tensor("cu_rows", cu_rows, (batch + 1,), _INDEX, device)
-    check_contiguous("cu_rows", cu_rows)
+    check_dense("context_lens", context_lens, (batch,), _INDEX, device)
+    check_dense("cu_rows", cu_rows, (batch + 1,), _INDEX, device)
 
 
 def _check_sinks(query: Tensor, sinks: Tensor | None) -> None:
     """Check the sinks of the heads."""
     if sinks is not None:
-        check_tensor("sinks", sinks, (query.shape[1],), (torch.float32,), query.device)
-        check_contiguous("sinks", sinks)
+        check_dense("sinks", sinks, (query.shape[1],), (torch.float32,), query.device)
 
 
 def _check_ancestor_mask(ancestor_mask: Tensor, cu_rows: Tensor) -> None:
     """Check the tree masks and, if that needs no synchronisation, that they are large enough."""
     batch = cu_rows.shape[0] - 1
-    check_tensor("ancestor_mask", ancestor_mask, (batch, None, None), _MASK, cu_rows.device)
-    check_contiguous("ancestor_mask", ancestor_mask)
+    check_dense("ancestor_mask", ancestor_mask, (batch, None, None), _MASK, cu_rows.device)
     num_nodes, words = ancestor_mask.shape[1:]
     if not 1 <= num_nodes <= MAX_TREE_NODES or words != -(-num_nodes // 64):
         raise ValueError(

@@ -6,10 +6,9 @@ from torch import Tensor
 from fastspec_kernels.backend import run_checked
 from fastspec_kernels.checks import (
     check_caches,
-    check_contiguous,
-    check_last_contiguous,
+    check_dense,
+    check_dense_rows,
     check_scales,
-    check_tensor,
     dtypes_beside,
 )
 
@@ -126,13 +125,10 @@ def _check_tensors(
     """Check shapes, dtypes, devices and strides."""
     num_heads, head_size = check_caches(key_cache, value_cache)
     device, dtypes = key_cache.device, dtypes_beside(key_cache)
-    check_tensor("slot_mapping", slot_mapping, (None,), (torch.int64,), device)
-    check_contiguous("slot_mapping", slot_mapping)
+    check_dense("slot_mapping", slot_mapping, (None,), (torch.int64,), device)
     shape = (slot_mapping.shape[0], num_heads, head_size)
-    check_tensor("key", key, shape, dtypes, device)
-    check_last_contiguous("key", key)
-    check_tensor("value", value, shape, (key.dtype,), device)
-    check_last_contiguous("value", value)
+    check_dense_rows("key", key, shape, dtypes, device)
+    check_dense_rows("value", value, shape, (key.dtype,), device)
 
 
 def check_rotation(
@@ -148,13 +144,11 @@ def check_rotation(
         return
     if cos is None or sin is None:
         raise ValueError("cos, sin: expected both or neither")
-    check_tensor("cos", cos, (num_rows, None), dtypes, device)
-    check_last_contiguous("cos", cos)
+    check_dense_rows("cos", cos, (num_rows, None), dtypes, device)
     size = cos.shape[1]
     if size % 2 != 0 or not 2 <= size <= head_size:
         raise ValueError(f"cos: expected an even size from 2 to {head_size}, got {size}")
-    check_tensor("sin", sin, tuple(cos.shape), (cos.dtype,), device)
-    check_last_contiguous("sin", sin)
+    check_dense_rows("sin", sin, tuple(cos.shape), (cos.dtype,), device)
 
 
 def check_slots(slot_mapping: Tensor, key_cache: Tensor) -> None:
@@ -179,15 +173,11 @@ def _check_compaction(
     """Check shapes, dtypes, devices and strides."""
     check_caches(key_caches, value_caches, ("key_caches", "value_caches"), 5)
     device = key_caches.device
-    check_tensor("block_table", block_table, (None, None), _INDEX, device)
-    check_last_contiguous("block_table", block_table)
+    check_dense_rows("block_table", block_table, (None, None), _INDEX, device)
     batch = block_table.shape[0]
-    check_tensor("prefix_lens", prefix_lens, (batch,), _INDEX, device)
-    check_contiguous("prefix_lens", prefix_lens)
-    check_tensor("path", path, (batch, None), _INDEX, device)
-    check_last_contiguous("path", path)
-    check_tensor("accepted_len", accepted_len, (batch,), _INDEX, device)
-    check_contiguous("accepted_len", accepted_len)
+    check_dense("prefix_lens", prefix_lens, (batch,), _INDEX, device)
+    check_dense_rows("path", path, (batch, None), _INDEX, device)
+    check_dense("accepted_len", accepted_len, (batch,), _INDEX, device)
 
 
 def _check_moves(

@@ -46,6 +46,34 @@ def check_tensor(
         raise ValueError(f"{name}: expected a tensor on {device}, got {tensor.device}")
 
 
+def check_dense(
+    name: str,
+    tensor: Tensor,
+    shape: tuple[int | None, ...],
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device | None,
+) -> None:
+    """Check one argument as `check_tensor` does, and that it is dense in memory."""
+    check_tensor(name, tensor, shape, dtypes, device)
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name}: must be contiguous, strides {tensor.stride()}")
+
+
+def check_dense_rows(
+    name: str,
+    tensor: Tensor,
+    shape: tuple[int | None, ...],
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device | None,
+) -> None:
+    """Check one argument as `check_tensor` does, and that its rows are dense in memory."""
+    check_tensor(name, tensor, shape, dtypes, device)
+    if tensor.stride()[-1] != 1 and tensor.shape[-1] > 1:
+        raise ValueError(
+            f"{name}: the last dimension must be contiguous, strides {tensor.stride()}"
+        )
+
+
 def _is_plain(tensor: Tensor) -> bool:
     """Whether the values are in memory as described by shape and strides."""
     if tensor.layout is not torch.strided or tensor.is_nested:
@@ -106,7 +134,7 @@ def check_logits(name: str, logits: Tensor, rank: int, device: torch.device | No
     if not isinstance(logits, Tensor):
         raise ValueError(f"{name}: expected a tensor, got {type(logits).__name__}")
     shape = logits.shape if logits.dim() == rank else (None,) * rank
-    check_tensor(name, logits, shape, LOGITS_DTYPES, device or logits.device)
+    check_dense_rows(name, logits, shape, LOGITS_DTYPES, device or logits.device)
     if logits.shape[-1] == 0:
         raise ValueError(f"{name}: the vocabulary is empty, shape {list(logits.shape)}")
     if logits.device.type == "cuda" and logits.shape[-1] > MAX_GPU_VOCAB:
@@ -114,7 +142,6 @@ def check_logits(name: str, logits: Tensor, rank: int, device: torch.device | No
             f"{name}: expected a vocabulary of at most {MAX_GPU_VOCAB} on a GPU, got"
             f" {logits.shape[-1]}"
         )
-    check_last_contiguous(name, logits)
 
 
 def check_sampling(
@@ -133,8 +160,7 @@ def check_sampling(
         ("min_p", min_p, torch.float32),
     ):
         if tensor is not None:
-            check_tensor(name, tensor, (num,), (dtype,), device)
-            check_contiguous(name, tensor)
+            check_dense(name, tensor, (num,), (dtype,), device)
 
 
 def check_token_bitmask(token_bitmask: Tensor | None, num_rows: int, logits: Tensor) -> None:
@@ -142,8 +168,7 @@ def check_token_bitmask(token_bitmask: Tensor | None, num_rows: int, logits: Ten
     if token_bitmask is not None:
         words = (logits.shape[-1] + 31) // 32
         shape = (num_rows, words)
-        check_tensor("token_bitmask", token_bitmask, shape, (torch.int32,), logits.device)
-        check_last_contiguous("token_bitmask", token_bitmask)
+        check_dense_rows("token_bitmask", token_bitmask, shape, (torch.int32,), logits.device)
 
 
 def check_cu_rows(cu_rows: Tensor, batch: int, logits: Tensor) -> None:
@@ -207,22 +232,7 @@ def check_draft_token_map(
         raise ValueError("draft_token_map: needs draft_logits")
     shape = (target_logits.shape[1],)
     dtypes = (torch.int32,)
-    check_tensor("draft_token_map", draft_token_map, shape, dtypes, target_logits.device)
-    check_contiguous("draft_token_map", draft_token_map)
-
-
-def check_contiguous(name: str, tensor: Tensor) -> None:
-    """Check that the tensor is dense in memory."""
-    if not tensor.is_contiguous():
-        raise ValueError(f"{name}: must be contiguous, strides {tensor.stride()}")
-
-
-def check_last_contiguous(name: str, tensor: Tensor) -> None:
-    """Check that each row along the last dimension is dense in memory."""
-    if tensor.stride()[-1] != 1 and tensor.shape[-1] > 1:
-        raise ValueError(
-            f"{name}: the last dimension must be contiguous, strides {tensor.stride()}"
-        )
+    check_dense("draft_token_map", draft_token_map, shape, dtypes, target_logits.device)
 
 
 def check_caches(

@@ -19,7 +19,7 @@ from fastspec_kernels.checks import (
     LOGITS_DTYPES,
     check_caches,
     check_choice,
-    check_contiguous,
+    check_dense,
     check_number,
     check_positive,
     check_tensor,
@@ -111,17 +111,14 @@ def decoder_layers(
     _check_kept(kept_layers, kept_caches, len(layers))
 
     def check():
-        check_tensor("hidden", hidden, (None, None), (torch.float32,), cache.device)
-        check_contiguous("hidden", hidden)
+        check_dense("hidden", hidden, (None, None), (torch.float32,), cache.device)
         num_rows, size = hidden.shape
         check_width("hidden", size)
         num_inputs = size
         if embeddings is not None:
-            check_tensor("embeddings", embeddings, (num_rows, None), (torch.float32,), cache.device)
-            check_contiguous("embeddings", embeddings)
+            check_dense("embeddings", embeddings, (num_rows, None), (torch.float32,), cache.device)
             num_inputs += embeddings.shape[1]
-        check_tensor("slot_mapping", slot_mapping, (num_rows,), (torch.int64,), cache.device)
-        check_contiguous("slot_mapping", slot_mapping)
+        check_dense("slot_mapping", slot_mapping, (num_rows,), (torch.int64,), cache.device)
         sizes = num_rows, size, num_inputs
         check_layers("layers", layers, key_caches, value_caches, sizes, pages, ancestor_mask)
         for keys in key_caches:
@@ -275,6 +272,5 @@ def _check_weights(
         elif tensor is not None or field not in LayerWeights._field_defaults:
             is_float32 = field == "sinks" or (is_packed and field.endswith("_bias"))
             dtypes = (torch.float32,) if is_float32 else own
-            check_tensor(f"{name}.{field}", tensor, shape, dtypes, cache.device)
-            check_contiguous(f"{name}.{field}", tensor)
+            check_dense(f"{name}.{field}", tensor, shape, dtypes, cache.device)
     return queries // head_size

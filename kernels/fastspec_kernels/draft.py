@@ -11,12 +11,11 @@ from fastspec_kernels.cache import check_rotation
 from fastspec_kernels.checks import (
     INT32_MAX,
     LOGITS_DTYPES,
-    check_contiguous,
+    check_dense,
     check_flag,
     check_int,
     check_number,
     check_sampling,
-    check_tensor,
     check_width,
 )
 from fastspec_kernels.decoder import check_layer_options, check_layers, first_of
@@ -119,8 +118,7 @@ def draft_chain(
         device = cache.device
         if cache.dtype not in LOGITS_DTYPES:
             raise ValueError(f"key_caches: expected one of {LOGITS_DTYPES}, got {cache.dtype}")
-        check_tensor("token_ids", token_ids, (None,), (torch.int64,), device)
-        check_contiguous("token_ids", token_ids)
+        check_dense("token_ids", token_ids, (None,), (torch.int64,), device)
         _check_embedding_and_head(weights, num_columns, cache)
         vocab_size, size = weights.embedding.shape
         _check_tokens("token_ids", token_ids, vocab_size)
@@ -134,10 +132,8 @@ def draft_chain(
             check_rotation(cos, sin, None, keys.shape[-1], (torch.float32,), device)
         _check_hidden(hidden, hidden_cache, num_rows if reads_hidden else None, size, cache)
         batch = len(block_table)
-        check_tensor("uniform_samples", uniform_samples, (batch, None), (torch.float32,), device)
-        check_contiguous("uniform_samples", uniform_samples)
-        check_tensor("num_tokens", num_tokens, (batch,), (torch.int32,), device)
-        check_contiguous("num_tokens", num_tokens)
+        check_dense("uniform_samples", uniform_samples, (batch, None), (torch.float32,), device)
+        check_dense("num_tokens", num_tokens, (batch,), (torch.int32,), device)
         check_sampling(batch, device, temperature, top_k, top_p, min_p)
         most = uniform_samples.shape[1]
         if not all(1 <= num <= most for num in num_tokens.tolist()):
@@ -179,8 +175,7 @@ def _check_embedding_and_head(weights: DraftWeights, num_columns: int, cache: Te
 
     def check_weight(name: str, shape: tuple[int | None, ...]) -> None:
         tensor = getattr(weights, name)
-        check_tensor(f"weights.{name}", tensor, shape, dtypes, cache.device)
-        check_contiguous(f"weights.{name}", tensor)
+        check_dense(f"weights.{name}", tensor, shape, dtypes, cache.device)
 
     check_weight("embedding", (None, None))
     vocab_size, size = weights.embedding.shape
@@ -198,15 +193,13 @@ def _check_embedding_and_head(weights: DraftWeights, num_columns: int, cache: Te
         raise ValueError(f"num_columns: expected at most {len(head)} (head), got {num_columns}")
     if bias is not None:
         bias_dtypes = (torch.float32,) if is_packed else dtypes
-        check_tensor("weights.head_bias", bias, (None,), bias_dtypes, cache.device)
-        check_contiguous("weights.head_bias", bias)
+        check_dense("weights.head_bias", bias, (None,), bias_dtypes, cache.device)
         if len(bias) < num_columns:
             raise ValueError(f"weights.head_bias: expected {num_columns} values, got {len(bias)}")
     if tokens is None and num_columns > vocab_size:
         raise ValueError(f"num_columns: expected at most {vocab_size} tokens, got {num_columns}")
     if tokens is not None:
-        check_tensor("weights.head_tokens", tokens, (num_columns,), (torch.int32,), cache.device)
-        check_contiguous("weights.head_tokens", tokens)
+        check_dense("weights.head_tokens", tokens, (num_columns,), (torch.int32,), cache.device)
         _check_tokens("weights.head_tokens", tokens, vocab_size)
 
 
@@ -217,14 +210,12 @@ def _check_hidden(
     if (hidden is None) != (num_rows is None):
         raise ValueError("hidden: expected with weights.embedding_norm, and only then")
     if hidden is not None:
-        check_tensor("hidden", hidden, (num_rows, size), (cache.dtype,), cache.device)
-        check_contiguous("hidden", hidden)
+        check_dense("hidden", hidden, (num_rows, size), (cache.dtype,), cache.device)
     if kept is None:
         return
     if hidden is None:
         raise ValueError("hidden_cache: expected None without hidden")
-    check_tensor("hidden_cache", kept, (None, size), (cache.dtype,), cache.device)
-    check_contiguous("hidden_cache", kept)
+    check_dense("hidden_cache", kept, (None, size), (cache.dtype,), cache.device)
     num_slots = cache.shape[0] * cache.shape[1]
     if len(kept) < num_slots:
         raise ValueError(f"hidden_cache: expected a row for each of {num_slots} slots")

@@ -6,13 +6,7 @@ import torch
 from torch import Tensor
 
 from fastspec_kernels.backend import run_checked
-from fastspec_kernels.checks import (
-    LOGITS_DTYPES,
-    check_contiguous,
-    check_positive,
-    check_tensor,
-    check_width,
-)
+from fastspec_kernels.checks import LOGITS_DTYPES, check_dense, check_positive, check_width
 
 
 def linear(
@@ -96,33 +90,27 @@ def gated_mlp(
 
 def _check_input(input: Tensor, size: int, dtype: torch.dtype, device: torch.device) -> None:
     leading = (None,) * (input.dim() - 1) if isinstance(input, Tensor) else ()
-    check_tensor("input", input, (*leading, size), (dtype,), device)
-    check_contiguous("input", input)
+    check_dense("input", input, (*leading, size), (dtype,), device)
 
 
 def _check_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    check_tensor("weight", weight, (None, None), LOGITS_DTYPES, None)
-    check_contiguous("weight", weight)
+    check_dense("weight", weight, (None, None), LOGITS_DTYPES, None)
     num_outputs, depth = weight.shape
     _check_input(input, depth, weight.dtype, weight.device)
     if bias is not None:
-        check_tensor("bias", bias, (num_outputs,), (weight.dtype,), weight.device)
-        check_contiguous("bias", bias)
+        check_dense("bias", bias, (num_outputs,), (weight.dtype,), weight.device)
 
 
 def _check_norm(input: Tensor, weight: Tensor) -> None:
-    check_tensor("weight", weight, (None,), LOGITS_DTYPES, None)
-    check_contiguous("weight", weight)
+    check_dense("weight", weight, (None,), LOGITS_DTYPES, None)
     check_width("weight", weight.shape[0])
     _check_input(input, weight.shape[0], weight.dtype, weight.device)
 
 
 def _check_mlp(input: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> None:
-    check_tensor("gate_weight", gate_weight, (None, None), LOGITS_DTYPES, None)
+    check_dense("gate_weight", gate_weight, (None, None), LOGITS_DTYPES, None)
     (hidden, size), dtypes = gate_weight.shape, (gate_weight.dtype,)
     check_width("gate_weight", size)
-    check_tensor("up_weight", up_weight, (hidden, size), dtypes, gate_weight.device)
-    check_tensor("down_weight", down_weight, (size, hidden), dtypes, gate_weight.device)
-    for name, tensor in (("gate", gate_weight), ("up", up_weight), ("down", down_weight)):
-        check_contiguous(f"{name}_weight", tensor)
+    check_dense("up_weight", up_weight, (hidden, size), dtypes, gate_weight.device)
+    check_dense("down_weight", down_weight, (size, hidden), dtypes, gate_weight.device)
     _check_input(input, size, gate_weight.dtype, gate_weight.device)

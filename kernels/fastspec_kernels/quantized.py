@@ -6,13 +6,7 @@ import torch
 from torch import Tensor
 
 from fastspec_kernels.backend import run_checked
-from fastspec_kernels.checks import (
-    LOGITS_DTYPES,
-    check_contiguous,
-    check_int,
-    check_tensor,
-    check_width,
-)
+from fastspec_kernels.checks import LOGITS_DTYPES, check_dense, check_int, check_tensor, check_width
 from fastspec_kernels.reference import quantized as reference
 
 _VALUES_AT_ONCE = 2**20  # of a weight while it is packed, so that they stay in nearby caches
@@ -90,8 +84,7 @@ def check_quantized(
 ) -> None:
     """Check packed weights of a matrix [num_outputs, depth]."""
     shape = (-(-num_outputs // reference.TILE), -(-depth // reference.DEPTH), None)
-    check_tensor(name, weight, shape, (torch.uint8,), device)
-    check_contiguous(name, weight)
+    check_dense(name, weight, shape, (torch.uint8,), device)
     sizes = reference.BLOCK_BYTES.values()
     if weight.shape[2] not in sizes:
         expected = " or ".join(map(str, sizes))
@@ -102,11 +95,9 @@ def _check_linear(input: Tensor, weight: Tensor, num_outputs: int, bias: Tensor 
     if not isinstance(weight, Tensor):
         check_tensor("weight", weight, (None,) * 3, (torch.uint8,), None)
     leading = (None,) * input.dim() if isinstance(input, Tensor) else (None,)
-    check_tensor("input", input, leading, LOGITS_DTYPES, weight.device)
+    check_dense("input", input, leading, LOGITS_DTYPES, weight.device)
     if input.dim() == 0 or input.shape[-1] == 0:
         raise ValueError(f"input: expected rows of at least one value, got {list(input.shape)}")
-    check_contiguous("input", input)
     check_quantized("weight", weight, num_outputs, input.shape[-1], input.device)
     if bias is not None:
-        check_tensor("bias", bias, (num_outputs,), (torch.float32,), input.device)
-        check_contiguous("bias", bias)
+        check_dense("bias", bias, (num_outputs,), (torch.float32,), input.device)

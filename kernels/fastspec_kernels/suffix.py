@@ -7,8 +7,8 @@ from fastspec_kernels.backend import run_checked
 from fastspec_kernels.checks import (
     INT32_MAX,
     check_choice,
+    check_dense_rows,
     check_int,
-    check_last_contiguous,
     check_tensor,
     dense,
 )
@@ -55,8 +55,7 @@ def match_suffix(
     check_int("num_tokens", num_tokens, 0, INT32_MAX)
 
     def check():
-        check_tensor("token_ids", token_ids, (None, None), (torch.int32,), None)
-        check_last_contiguous("token_ids", token_ids)
+        check_dense_rows("token_ids", token_ids, (None, None), (torch.int32,), None)
         batch, width = token_ids.shape
         check_tensor("lengths", lengths, (batch,), (torch.int32,), token_ids.device)
         check_choice("rule", rule, RULES)

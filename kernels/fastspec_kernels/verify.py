@@ -6,8 +6,8 @@ from torch import Tensor
 from fastspec_kernels.backend import run_checked
 from fastspec_kernels.checks import (
     check_choice,
-    check_contiguous,
     check_cu_rows,
+    check_dense,
     check_draft_rows,
     check_draft_token_map,
     check_logits,
@@ -151,5 +151,4 @@ def _check_draft_logsumexp(
     if method == "block":
         raise ValueError("draft_logsumexp: method 'block' reads every draft row; pass None")
     dtypes = (torch.float32,)
-    check_tensor("draft_logsumexp", draft_logsumexp, shape, dtypes, draft_logits.device)
-    check_contiguous("draft_logsumexp", draft_logsumexp)
+    check_dense("draft_logsumexp", draft_logsumexp, shape, dtypes, draft_logits.device)
