@@ -17,8 +17,8 @@ _LEAST_EXPECTED = 1.0  # accepted tokens that a likely copy must be expected to 
 _MOST_PLACES = 32  # of earlier occurrences of a suffix, only the latest are used
 
 
-class Draft(NamedTuple):
-    """Tokens, their parents (0 = the end of the text), and the expected number accepted."""
+class Copy(NamedTuple):
+    """Copied tokens, their parents (0 = the end of the text), and the expected number accepted."""
 
     token_ids: Sequence[int] = ()
     parents: Sequence[int] = ()
@@ -83,7 +83,7 @@ class SuffixIndex:
 
     def draft(
         self, places: list[int], depth: int, max_nodes: int, least: float, is_chain: bool
-    ) -> Draft:
+    ) -> Copy:
         """Draft the most frequent paths among those that followed some places.
 
         Args:
@@ -118,7 +118,7 @@ class SuffixIndex:
                     node = len(token_ids)
                     heappush(paths, (part, num_paths, token, node, length + 1, after))
                     num_paths += 1
-        return Draft(token_ids, parents, expected)
+        return Copy(token_ids, parents, expected)
 
 
 class PastTexts:
@@ -214,10 +214,10 @@ class SuffixDrafter:
         is_coupled: bool,
         is_chain: bool = True,
         least_match: int = 1,
-    ) -> Draft:
+    ) -> Copy:
         """Draft what may follow a request's text: up to max_nodes, on paths of up to `depth`."""
         if depth == 0:  # perhaps of another drafter, so that its text is not to be kept
-            return Draft()
+            return Copy()
         own = self._own.get(request)
         if own is None:
             own = self._own[request] = SuffixIndex()
@@ -242,9 +242,9 @@ class SuffixDrafter:
         depth: int,
         max_nodes: int,
         is_chain: bool,
-    ) -> Draft:
+    ) -> Copy:
         """Return the draft with the most expected accepted tokens over all matches of an end."""
-        best = Draft()
+        best = Copy()
         for index in indices:
             places = index.places(end, least)
             for length in sorted({length for length, _ in places}, reverse=True):

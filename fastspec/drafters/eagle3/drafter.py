@@ -125,7 +125,7 @@ class EagleRunner(ModelRunner):
 
     def _slots_read(self, spans: list[Span], is_known: list[bool]) -> list[int]:
         """Return each row's own slot for the target's state, the one before it for the draft's."""
-        rows = [(span, place) for span in spans for place in places_of(span)]
+        rows = [(span, place) for span in spans for place in positions_of(span)]
         return [
             span.slot(place if known else place - 1, self.block_size)
             for (span, place), known in zip(rows, is_known, strict=True)
@@ -151,10 +151,10 @@ def shifted(spans: list[Span]) -> list[Span]:
 
 def are_known(spans: list[Span]) -> list[bool]:
     """Return, for each row, whether the target has read the token before the row's."""
-    return [place < span.target_len for span in spans for place in places_of(span)]
+    return [place < span.target_len for span in spans for place in positions_of(span)]
 
 
-def places_of(span: Span) -> range:
+def positions_of(span: Span) -> range:
     """Return the positions of a span's tokens."""
     return range(span.start, span.start + span.count)
 
