@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,6 +14,7 @@ from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.k_matrix import MAG_TOKENS
 from fastspec.config.methods import OWN_DRAFTS, method_named
 from fastspec.drafters.auto import kind_of
+from fastspec.drafters.cascade import numbered
 from fastspec.drafters.context import DrafterContext
 from fastspec.drafters.eagle3 import Eagle1Draft, EagleDraft, load_eagle
 from fastspec.drafters.glide import GlideLlamaForCausalLM, load_glide
@@ -305,14 +305,12 @@ def _tokenizer_of_reencoded(
 def _level_names(drafts: Sequence[PreTrainedModel]) -> list[str]:
     """Return what a cascade's counters call the passes of its draft models."""
     kinds = {GlideLlamaForCausalLM: "glide", Eagle1Draft: "eagle", EagleDraft: "eagle3"}
-    names = [
-        next((name for kind, name in kinds.items() if isinstance(draft, kind)), "draft_model")
-        for draft in drafts
-    ]
-    numbers = count(1)
-    if names.count("draft_model") < 2:
-        return names
-    return [f"{name}_{next(numbers)}" if name == "draft_model" else name for name in names]
+    return numbered(
+        [
+            next((name for kind, name in kinds.items() if isinstance(draft, kind)), "draft_model")
+            for draft in drafts
+        ]
+    )
 
 
 def _described(name: str, model: PreTrainedModel) -> dict[str, Any]:

@@ -60,6 +60,7 @@ def test_bench_runs_the_parts_too(invoke, bundled, tmp_path):
     [
         (),  # the bundled draft model, and no level for the bigrams of the bundled target
         ("--draft", "tiny-draft,tiny-glide", "--k-matrix", "[[4,0,0],[0,2,0],[0,0,1]]"),
+        ("--draft", "tiny-glide,tiny-glide", "--k-matrix", "[[4,0,0],[0,2,0],[0,0,1]]"),
     ],
 )
 def test_bench_of_a_copy_that_reviews_drafts(options, invoke, tmp_path):

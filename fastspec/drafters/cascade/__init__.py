@@ -62,7 +62,8 @@ def build(context: DrafterContext) -> DrafterPlan:
             quantized = QuantizedDrafter.for_target(target, block_manager, context)
             levels = [ModelLevel(quantized, *options)]
         levels += [level(part, quantized, block_manager) for part in parts]
-        _number(levels)
+        for each, name in zip(levels, numbered([each.name for each in levels]), strict=True):
+            each.name = name
         return CascadeDrafter(
             levels,
             spec.cascade_matrix,
@@ -74,12 +75,11 @@ def build(context: DrafterContext) -> DrafterPlan:
     return DrafterPlan([*models, *readers], drafter)
 
 
-def _number(levels: list[Level]) -> None:
-    """Tell levels of one name apart, by a number from 1."""
-    names = [level.name for level in levels]
-    for place, level in enumerate(levels):
-        if names.count(level.name) > 1:
-            level.name += f"_{names[: place + 1].count(level.name)}"
+def numbered(names: list[str]) -> list[str]:
+    """Tell equal names of levels apart, by a number from 1."""
+    counts = [names[: place + 1].count(name) for place, name in enumerate(names)]
+    pairs = zip(names, counts, strict=True)
+    return [f"{name}_{count}" if names.count(name) > 1 else name for name, count in pairs]
 
 
 def _part(source: DraftSource, context: DrafterContext) -> Part:
