@@ -1,8 +1,7 @@
 """The configs: sampling of one request, speculation, and the engine."""
 
-from fastspec.config.checks import is_int
 from fastspec.config.engine import EngineConfig
 from fastspec.config.sampling import SamplingParams
 from fastspec.config.speculation import SpecConfig
 
-__all__ = ["EngineConfig", "SamplingParams", "SpecConfig", "is_int"]
+__all__ = ["EngineConfig", "SamplingParams", "SpecConfig"]

@@ -236,8 +236,12 @@ def add_method(method: Method) -> None:
     _known[method.name] = method
 
 
-def remove_method(name: str) -> None:
-    """Remove a method that was added; ValueError for any other name."""
+def unregister(name: str) -> None:
+    """Remove a method that `register` added; engines that use it are unaffected.
+
+    Raises:
+        ValueError: there is no such method, or it is built in.
+    """
     if name not in _known or _known[name] in BUILT_IN:
         raise ValueError(f"name: no method {name!r} was registered")
     del _known[name]

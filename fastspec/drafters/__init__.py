@@ -1,5 +1,6 @@
 """Drafters, which propose the tokens that the target verifies."""
 
+from fastspec.config.methods import unregister
 from fastspec.drafters.base import Drafter, Proposal, TreeProposer
 from fastspec.drafters.bigram_table import load_bigram
 from fastspec.drafters.cascade.drafter import CascadeDrafter
@@ -10,7 +11,7 @@ from fastspec.drafters.glide.drafter import GlideDrafter
 from fastspec.drafters.mag import MagDrafter
 from fastspec.drafters.ngram import NgramDrafter
 from fastspec.drafters.prompt_lookup import PromptLookupDrafter
-from fastspec.drafters.registry import register, unregister
+from fastspec.drafters.registry import register
 from fastspec.drafters.tree.drafter import CapePlan, TreeDrafter, TreePlan
 
 __all__ = [

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fastspec.config import is_int
+from fastspec.config.checks import is_int
 from fastspec.config.files import read_json, write_whole
 
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastspec.config import SpecConfig
 from fastspec.config.checks import refuse, require
-from fastspec.config.methods import OWN_DRAFTS, Method, add_method, method_named, remove_method
+from fastspec.config.methods import OWN_DRAFTS, Method, add_method, method_named
 from fastspec.drafters import reencoding
 from fastspec.drafters.auto import kind_of
 from fastspec.drafters.base import Drafter
@@ -58,15 +58,6 @@ def register(
     is_line = isinstance(summary, str) and "\n" not in summary
     require("summary", summary, is_line, "one line of text")
     add_method(Method(name, summary, frozenset(read), bool(needs_draft), build))
-
-
-def unregister(name: str) -> None:
-    """Remove a method that `register` added; engines that use it are unaffected.
-
-    Raises:
-        ValueError: there is no such method, or it is built in.
-    """
-    remove_method(name)
 
 
 def plan_drafter(context: DrafterContext) -> DrafterPlan | None:

@@ -7,8 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from fastspec.config import is_int
-from fastspec.config.checks import require_unicode
+from fastspec.config.checks import is_int, require_unicode
 from fastspec.engine.prompts import Message, Prompt, as_prompt
 from fastspec.models.chat import chat_text
 

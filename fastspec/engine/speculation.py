@@ -6,8 +6,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fastspec.config import EngineConfig, SamplingParams, SpecConfig, is_int
-from fastspec.config.checks import require, require_int
+from fastspec.config import EngineConfig, SamplingParams, SpecConfig
+from fastspec.config.checks import is_int, require, require_int
 from fastspec.config.k_matrix import MAX_DRAFT_TOKENS
 from fastspec.drafters import Drafter, Proposal, TreeProposer
 from fastspec.drafters.base import Batch, NoDrafter, PartlyScheduled, Request, check_proposal

@@ -8,8 +8,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from fastspec.config import SamplingParams, SpecConfig, is_int
-from fastspec.config.checks import require, require_int
+from fastspec.config import SamplingParams, SpecConfig
+from fastspec.config.checks import is_int, require, require_int
 from fastspec.config.files import first_json_line, parse_json, parse_json_lines, read_text
 from fastspec.config.options import options_of
 from fastspec.engine.outputs import RequestOutput

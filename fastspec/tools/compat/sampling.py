@@ -8,8 +8,8 @@ import logging
 import torch
 from torch import Tensor
 
-from fastspec.config import EngineConfig, SamplingParams, SpecConfig, is_int
-from fastspec.config.checks import require, require_int
+from fastspec.config import EngineConfig, SamplingParams, SpecConfig
+from fastspec.config.checks import is_int, require, require_int
 from fastspec.drafters.context import DrafterSource, ModelSource
 from fastspec.engine.engine import Engine
 from fastspec.engine.outputs import RequestOutput
