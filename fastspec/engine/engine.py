@@ -1,6 +1,5 @@
 """The public engine: prompts in, outputs and events out."""
 
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,6 +18,7 @@ from fastspec.drafters.context import DrafterContext, DrafterSource
 from fastspec.drafters.draft_model import draft_model_of
 from fastspec.drafters.registry import plan_drafter
 from fastspec.engine.block_manager import BlockManager
+from fastspec.engine.calls import Calls
 from fastspec.engine.drafter_table import DrafterTable
 from fastspec.engine.generation_config import params_of, warn_of_unapplied
 from fastspec.engine.loop import Loop
@@ -26,7 +26,6 @@ from fastspec.engine.outputs import RequestOutput, StreamEvent, with_others
 from fastspec.engine.prompt_reader import PromptReader
 from fastspec.engine.prompts import Message, Prompt, as_conversations, as_prompt_list, telling_which
 from fastspec.engine.ranks import SameRounds, check_options, new_seeds
-from fastspec.engine.request import EngineRequest
 from fastspec.engine.request_factory import RequestFactory, as_params_list
 from fastspec.engine.scheduler import Scheduler
 from fastspec.engine.stats import SpecStats
@@ -131,6 +130,7 @@ class Engine:
             chunk_size=config.prefill_chunk_size,
         )
         self._turn = Turn()
+        self._calls = Calls(self._factory, self._loop, self._drafter_table, self._turn)
 
     def generate(
         self,
@@ -169,7 +169,7 @@ class Engine:
         samples: list[dict[int, RequestOutput]] = [{} for _ in prompt_list]
         stats, start = SpecStats(), perf_counter()
         with tqdm(total=len(prompt_list), desc="Processed prompts", disable=not use_tqdm) as bar:
-            for event in self._run(prompt_list, params_list, samples):
+            for event in self._calls.run(prompt_list, params_list, samples):
                 if event.output is None:
                     continue
                 place = event.prompt_index
@@ -234,7 +234,7 @@ class Engine:
         """
         prompt_list = as_prompt_list(prompt, "prompt")
         samples: list[dict[int, RequestOutput]] = [{} for _ in prompt_list]
-        return self._run(prompt_list, as_params_list(params, len(prompt_list)), samples)
+        return self._calls.run(prompt_list, as_params_list(params, len(prompt_list)), samples)
 
     def add_request(
         self,
@@ -257,7 +257,7 @@ class Engine:
         """
         with self._turn:
             params = SamplingParams() if params is None else params
-            samples = self._build(prompt, params, request_id, decoder_input_ids)
+            samples = self._calls.build(prompt, params, request_id, decoder_input_ids)
             for request in samples:
                 self._loop.add(request)
         return samples[0].public_id
@@ -459,73 +459,3 @@ class Engine:
         with self._turn:
             errors = [each.take_error() for each in self._drafter_table.values()]
         return [error for error in errors if error is not None]
-
-    def _open(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], request_ids: list[str]
-    ) -> None:
-        """Queue requests whose events go to an inbox; first, put their ids in the empty list."""
-        with self._turn:
-            requests = []
-            for place, pair in enumerate(zip(prompts, params, strict=True)):
-                with telling_which(place, len(prompts)):
-                    requests.append(self._build(*pair))
-            request_ids += [samples[0].public_id for samples in requests]
-            self._loop.inboxes |= {request_id: deque() for request_id in request_ids}
-            for place, samples in enumerate(requests):
-                for request in samples:
-                    request.prompt_index = place
-                    self._loop.add(request)
-
-    def _run(
-        self,
-        prompts: Sequence[Prompt],
-        params: Sequence[SamplingParams],
-        samples: list[dict[int, RequestOutput]],
-    ) -> Iterator[StreamEvent]:
-        """Yield the events of these prompts as they arrive, whichever thread runs the steps.
-
-        An error of a drafter is raised at the end, with the outputs attached.
-        """
-        request_ids: list[str] = []
-        try:
-            self._open(prompts, params, request_ids)
-            num_left = sum(each.n for each in params)
-            inboxes = [self._loop.inboxes[request_id] for request_id in request_ids]
-            while num_left:
-                while not any(inboxes):
-                    with self._turn:
-                        if not any(inboxes):
-                            self._loop.round()
-                for inbox in inboxes:
-                    while inbox:
-                        event = inbox.popleft()
-                        if event.output is not None:
-                            num_left -= event.index not in samples[event.prompt_index]
-                            samples[event.prompt_index][event.index] = event.output
-                        yield event
-        finally:
-            self._loop.abandoned.extend(request_ids)
-            if not self._turn.is_mine:  # a stream collected as garbage during a step has to wait
-                with self._turn:
-                    self._loop.drop_abandoned()
-        with self._turn:
-            self._drafter_table.raise_unreported_error(
-                [with_others(outputs) for outputs in samples]
-            )
-
-    def _build(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        request_id: str | None = None,
-        decoder_input_ids: Sequence[int] | None = None,
-    ) -> list[EngineRequest]:
-        samples = self._factory.build(prompt, params, request_id, decoder_input_ids)
-        name = samples[0].public_id
-        if self._scheduler.samples(name) or name in self._loop.inboxes:
-            raise ValueError(f"request_id: {name!r} is already running")
-        if any(event.request_id == name for event in self._loop.events):
-            raise ValueError(f"request_id: {name!r} has events that step() has not returned yet")
-        self._drafter_table.check_request(params)
-        self._scheduler.check_fits(samples[0])
-        return samples

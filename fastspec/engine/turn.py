@@ -22,6 +22,7 @@ class Turn:
         turn._waiting = set()
         return turn
 
+    __exit__: Any
     _entry: Lock
     _inside: Any  # a reentrant lock, because it knows its owner
     _waiting: set[int]  # threads

@@ -1,0 +1,98 @@
+"""Calls that wait for the events of their requests, whichever thread runs the steps."""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from fastspec.config import SamplingParams
+from fastspec.engine.drafter_table import DrafterTable
+from fastspec.engine.loop import Loop
+from fastspec.engine.outputs import RequestOutput, StreamEvent, with_others
+from fastspec.engine.prompts import Prompt, telling_which
+from fastspec.engine.request import EngineRequest
+from fastspec.engine.request_factory import RequestFactory
+from fastspec.engine.turn import Turn
+
+
+@dataclass(eq=False)
+class Calls:
+    """Builds requests that an engine can run, and runs those of `generate` and `stream`.
+
+    Attributes:
+        turn: held by the thread that changes requests or runs a round.
+    """
+
+    factory: RequestFactory
+    loop: Loop
+    drafter_table: DrafterTable
+    turn: Turn
+
+    def build(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str | None = None,
+        decoder_input_ids: Sequence[int] | None = None,
+    ) -> list[EngineRequest]:
+        """Build the samples of a request, see `Engine.add_request`; the caller has the turn."""
+        samples = self.factory.build(prompt, params, request_id, decoder_input_ids)
+        name, scheduler = samples[0].public_id, self.loop.scheduler
+        if scheduler.samples(name) or name in self.loop.inboxes:
+            raise ValueError(f"request_id: {name!r} is already running")
+        if any(event.request_id == name for event in self.loop.events):
+            raise ValueError(f"request_id: {name!r} has events that step() has not returned yet")
+        self.drafter_table.check_request(params)
+        scheduler.check_fits(samples[0])
+        return samples
+
+    def run(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        samples: list[dict[int, RequestOutput]],
+    ) -> Iterator[StreamEvent]:
+        """Yield the events of these prompts as they arrive, and put the outputs in `samples`.
+
+        An error of a drafter is raised at the end, with the outputs attached.
+        """
+        request_ids: list[str] = []
+        try:
+            self._open(prompts, params, request_ids)
+            num_left = sum(each.n for each in params)
+            inboxes = [self.loop.inboxes[request_id] for request_id in request_ids]
+            while num_left:
+                while not any(inboxes):
+                    with self.turn:
+                        if not any(inboxes):
+                            self.loop.round()
+                for inbox in inboxes:
+                    while inbox:
+                        event = inbox.popleft()
+                        if event.output is not None:
+                            num_left -= event.index not in samples[event.prompt_index]
+                            samples[event.prompt_index][event.index] = event.output
+                        yield event
+        finally:
+            self.loop.abandoned.extend(request_ids)
+            if not self.turn.is_mine:  # a stream collected as garbage during a step has to wait
+                with self.turn:
+                    self.loop.drop_abandoned()
+        with self.turn:
+            outputs = [with_others(each) for each in samples]
+            self.drafter_table.raise_unreported_error(outputs)
+
+    def _open(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], request_ids: list[str]
+    ) -> None:
+        """Queue requests whose events go to an inbox; first, put their ids in the empty list."""
+        with self.turn:
+            requests = []
+            for place, pair in enumerate(zip(prompts, params, strict=True)):
+                with telling_which(place, len(prompts)):
+                    requests.append(self.build(*pair))
+            request_ids += [samples[0].public_id for samples in requests]
+            self.loop.inboxes |= {request_id: deque() for request_id in request_ids}
+            for place, samples in enumerate(requests):
+                for request in samples:
+                    request.prompt_index = place
+                    self.loop.add(request)
