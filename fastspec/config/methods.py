@@ -81,7 +81,9 @@ class Method:
 _SAMPLED = frozenset({"draft_sample_method"})
 _CHAIN = frozenset({"cape", "cape_bins", "confidence_threshold"})
 LOOKUP_FIELDS = frozenset({"prompt_lookup_min", "prompt_lookup_max"})
-_TREE = frozenset({"tree_width", "tree_nodes", "tree_paths", "tree_prompt_lookup", "tree_suffix"})
+TREE_FIELDS = frozenset(
+    {"tree_width", "tree_nodes", "tree_paths", "tree_prompt_lookup", "tree_suffix"}
+)
 SUFFIX_FIELDS = frozenset(
     {"suffix_max_spec_factor", "suffix_min_token_prob", "suffix_max_cached_tokens"}
 )
@@ -168,7 +170,7 @@ BUILT_IN = (
     Method(
         "eagle3",
         "one layer that continues from the target's hidden states, as a chain or a tree",
-        _MODEL | _CHAIN | _TREE | LOOKUP_FIELDS | _BITS,
+        _MODEL | _CHAIN | TREE_FIELDS | LOOKUP_FIELDS | _BITS,
         needs_draft=True,
         reads_target="the target's hidden states",
         own_writer="the EAGLE-3 draft",
@@ -184,7 +186,7 @@ BUILT_IN = (
     Method(
         "tree",
         "token trees from a draft model",
-        _MODEL | _TREE | LOOKUP_FIELDS | _TOKENIZER | _BITS,
+        _MODEL | TREE_FIELDS | LOOKUP_FIELDS | _TOKENIZER | _BITS,
         needs_draft=True,
         drafts_trees=True,
         is_tried=True,

@@ -19,6 +19,7 @@ from fastspec.config.methods import (
     FIELDS_OF_METHODS,
     LOOKUP_FIELDS,
     SUFFIX_FIELDS,
+    TREE_FIELDS,
     method_named,
 )
 from fastspec.config.options import (
@@ -364,17 +365,10 @@ class SpecConfig(Options):
         check_trees(self)
         check_step_costs(self)
         if self.heterogeneous_vocab == "reencoding":
-            is_chain = not (method.drafts_trees or method.sets_length or self.cape)
+            is_chain = not (self.drafts_trees or method.sets_length or self.cape)
             fits = is_chain and self.draft_sample_method != "probabilistic"
             expected = "not 'reencoding' for trees, cascades, cape and probabilistic drafts"
             require("heterogeneous_vocab", self.heterogeneous_vocab, fits, expected)
-        verifies_chains = not self.drafts_trees and not self.cape
-        fits = verifies_chains and self.rejection_sample_method == "standard"
-        factor, rate = self.relaxed_acceptance, self.synthetic_acceptance_rate
-        others = "for trees, and for block and coupled verification"
-        require("relaxed_acceptance", factor, factor == 1 or fits, f"1 {others}")
-        fits, expected = fits and factor == 1, f"None {others}, or with relaxed_acceptance"
-        require("synthetic_acceptance_rate", rate, rate is None or fits, expected)
 
     @classmethod
     def of(cls, value: "SpecConfig | str | Mapping[str, Any]") -> "SpecConfig":
@@ -413,10 +407,8 @@ class SpecConfig(Options):
     @property
     def drafts_trees(self) -> bool:
         """Whether token trees are drafted, because of the method or of one of the tree options."""
-        fields = self.tree_width, self.tree_nodes, self.tree_paths
-        is_asked = self.tree_prompt_lookup or self.tree_suffix > 0
-        is_asked = is_asked or any(field is not None for field in fields)
-        return is_asked or method_named(self.method).drafts_trees
+        are_usual = all(map(self.is_default, TREE_FIELDS))
+        return not are_usual or method_named(self.method).drafts_trees
 
     @property
     def is_lossy(self) -> bool:

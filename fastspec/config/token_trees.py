@@ -1,4 +1,4 @@
-"""Checks of the options of token trees."""
+"""Checks of the options of token trees, and of those that verify only chains."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -35,7 +35,8 @@ def as_cape_bins(bins: Any) -> Sequence[tuple[float, int]]:
 
 
 def check_trees(spec: Any) -> None:
-    """Raise ValueError for tree options of a SpecConfig that cannot be combined."""
+    """Raise ValueError for options of a SpecConfig that cannot be combined, or not with trees."""
+    _check_lossy_rules(spec)
     if spec.drafts_trees:
         require("cape", spec.cape, not spec.cape, "False for trees, which have their own siblings")
     if spec.drafts_trees or spec.cape:
@@ -84,3 +85,14 @@ def check_trees(spec: Any) -> None:
             f"cape_bins: {most} siblings for each of {spec.num_model_tokens()} tokens make a"
             f" tree of {nodes} nodes, more than {MAX_TREE_NODES}"
         )
+
+
+def _check_lossy_rules(spec: Any) -> None:
+    """Refuse lossy acceptance of anything but chains by the standard rule."""
+    is_chain = not (spec.drafts_trees or spec.cape)
+    fits = is_chain and spec.rejection_sample_method == "standard"
+    factor, rate = spec.relaxed_acceptance, spec.synthetic_acceptance_rate
+    others = "for trees, and for block and coupled verification"
+    require("relaxed_acceptance", factor, factor == 1 or fits, f"1 {others}")
+    fits, expected = fits and factor == 1, f"None {others}, or with relaxed_acceptance"
+    require("synthetic_acceptance_rate", rate, rate is None or fits, expected)
