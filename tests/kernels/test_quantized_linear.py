@@ -492,10 +492,4 @@ def test_errors_of_the_kernel_itself(bits):
 def test_registration():
     for dtype, bits in product(ROUNDING, BITS):
         given = case(3, 20, 100, bits, dtype)
-        torch.library.opcheck(torch.ops.fastspec.quantized_linear, given)
-        on_meta = [
-            value.to("meta") if isinstance(value, torch.Tensor) else value for value in given
-        ]
-        fake = torch.ops.fastspec.quantized_linear(*on_meta)
-        real = quantized_linear(*given)
-        assert (fake.shape, fake.dtype) == (real.shape, real.dtype)
+        torch.library.opcheck(torch.ops.fastspec.quantized_linear, given)  # the fake, too
