@@ -9,6 +9,7 @@ import torch
 from fastspec import Engine, EngineConfig, SamplingParams
 from fastspec.train.new_drafts import make_glide
 from fastspec_kernels import logits_to_probs
+from fastspec_kernels.testing import chi_square
 
 from ..models import perturbed, random_model
 from .eagle3_models import write_folder
@@ -118,3 +119,9 @@ def drawn_counts(models, sampling, spec, num_draws=2_000, prompt=PROMPT, num_mor
         counts[output.token_ids[:LENGTH]] += 1
     assert spec.method == "none" or engine.stats.num_draft_tokens > 0
     return counts
+
+
+def p_value(models, sampling, spec, prompt=PROMPT, **draws):
+    """That of texts drawn from a target and a drafter, under the target's exact distribution."""
+    counts = drawn_counts(models, sampling, spec, prompt=prompt, **draws)
+    return chi_square(counts, exact_distribution(models[0], sampling, prompt))

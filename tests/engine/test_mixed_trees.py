@@ -11,7 +11,6 @@ from fastspec.drafters.tree.copied import CopiedPaths
 from fastspec.drafters.tree.grow import ShapedTree
 from fastspec.drafters.tree.mixed import MixedTreeDrafter
 from fastspec.models.reduced_vocabulary import DraftVocabulary
-from fastspec_kernels.testing import chi_square
 
 from ..models import perturbed, random_model
 from .eagle3_models import write_folder
@@ -23,10 +22,9 @@ from .helpers import (
     PROMPTS,
     VOCAB_SIZE,
     drafter_for,
-    drawn_counts,
-    exact_distribution,
     finish,
     hugging_face_greedy,
+    p_value,
     small_model,
 )
 from .probes import (
@@ -107,8 +105,7 @@ def test_exact_distribution(tmp_path, method, options, sampling, num_known, monk
         return proposal
 
     monkeypatch.setattr(MixedTreeDrafter, "propose", spied)
-    counts = drawn_counts((target, drafter), sampling, spec, prompt=REPEATED, num_more=4)
-    assert chi_square(counts, exact_distribution(target, sampling, REPEATED)) > ALPHA
+    assert p_value((target, drafter), sampling, spec, prompt=REPEATED, num_more=4) > ALPHA
     least = 1 if num_known else min(spec.tree_suffix, 6)  # a text has room for six
     assert max(copied) >= least
 
@@ -128,16 +125,14 @@ def test_rows_that_were_not_drawn_from_are_caught(monkeypatch):
     flatten_draft_logits(monkeypatch)
     target = small_model()
     models, spec = (target, perturbed(target, 0.2)), SpecConfig("tree", 2, **MIXED)
-    counts = drawn_counts(models, FILTERED, spec, prompt=REPEATED, num_more=4)
-    assert chi_square(counts, exact_distribution(target, FILTERED, REPEATED)) < ALPHA
+    assert p_value(models, FILTERED, spec, prompt=REPEATED, num_more=4) < ALPHA
 
 
 def test_exact_distribution_beside_a_draft_model_that_lacks_tokens():
     target = small_model()
     draft = random_model("llama", seed=5, vocab_size=VOCAB_SIZE - 1, bos_token_id=0, eos_token_id=0)
     spec = SpecConfig("tree", 2, **MIXED)
-    counts = drawn_counts((target, draft), PLAIN, spec, prompt=REPEATED, num_more=4)
-    assert chi_square(counts, exact_distribution(target, PLAIN, REPEATED)) > ALPHA
+    assert p_value((target, draft), PLAIN, spec, prompt=REPEATED, num_more=4) > ALPHA
 
 
 @pytest.mark.parametrize("options", [{}, GREEDY_DRAFTS, COUPLED], ids=str)

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from scipy.stats import chisquare
 from typer.testing import CliRunner
 
 from fastspec import Engine, SamplingParams, SpecConfig
@@ -37,9 +36,8 @@ from ..engine.helpers import (
     GREEDY,
     PLAIN,
     PROMPTS,
-    drawn_counts,
-    exact_distribution,
     hugging_face_greedy,
+    p_value,
     small_model,
 )
 from ..engine.probes import flat_model_of
@@ -100,9 +98,8 @@ def test_folder_drafts_exactly_and_holds_no_embedding(kind, tmp_path):
 def test_the_law_is_the_targets():
     model = small_model()
     draft = reduced(model, [0, 2, 5])
-    counts = drawn_counts((model, draft), PLAIN, SpecConfig("draft_model", 2), num_more=2)
-    distribution = exact_distribution(model, PLAIN)
-    assert chisquare(counts.ravel(), distribution.ravel() * counts.sum()).pvalue > ALPHA
+    spec = SpecConfig("draft_model", 2)
+    assert p_value((model, draft), PLAIN, spec, num_more=2) > ALPHA
 
 
 def test_proposals_have_the_columns_of_known_tokens():
