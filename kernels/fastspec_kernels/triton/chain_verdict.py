@@ -41,10 +41,8 @@ class Verdict(NamedTuple):
     position: Any  # i32 [B], row of the extra token, -1 = none
     rejected: Any  # i32 [B], step at which a proposal was rejected by chance, -1 = none
     weight: Any  # f32 [B, weighed steps], factor of the target in the residual; <= 0 = no residual
-    draft_best: (
-        Any  # f32 like weight, best logit of a residual's draft row, written if there is one
-    )
-    ratio: Any  # f32 like weight, factor of that row's weights in the residual, likewise
+    draft_best: Any  # f32 like weight, best logit of the draft row if there is a residual
+    ratio: Any  # f32 like weight, factor of that row's weights, likewise
     output_token_ids: Any  # i32 [B, K+1]
     accepted_len: Any  # i32 [B]
     logprobs: Any  # f32 [B, K+1]

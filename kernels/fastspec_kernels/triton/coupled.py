@@ -16,14 +16,12 @@ from fastspec_kernels.triton.rows import (
 )
 from fastspec_kernels.triton.slots import (
     INFINITY,
-    NO_ROWS,
-    Params,
     find_target,
     load_logits,
     temperature_of,
     to_float,
 )
-from fastspec_kernels.triton.statistics import row_slots, target_rows, tiles_of
+from fastspec_kernels.triton.statistics import independent_rows
 from fastspec_kernels.triton.tiles import tiling_of
 
 # As in csrc/common/philox.h: groups of GROUP tokens, and GROUP groups per range of ids.
@@ -46,18 +44,13 @@ def sample_coupled(
     """3 launches, not counting those of the filters."""
     num_rows, vocab = logits.shape
     tiling = tiling_of(vocab)
-    sampling = Params(temperature, top_k, top_p, min_p)
-    rows, slots = target_rows(logits, token_bitmask), row_slots()
-    tiles = tiles_of(rows, NO_ROWS, slots, sampling, num_rows)
+    rows = independent_rows(logits, temperature, top_k, top_p, min_p, token_bitmask)
     scores = logits.new_empty((num_rows, tiling.num_tiles), dtype=torch.float32)
     winners = logits.new_empty((num_rows, tiling.num_tiles), dtype=torch.int32)
     launch(
         race_kernel,
         num_rows * tiling.num_tiles,
-        rows,
-        slots,
-        sampling,
-        tiles,
+        *rows,
         seed,
         position,
         scores,
@@ -72,10 +65,7 @@ def sample_coupled(
     launch(
         winner_kernel,
         num_rows,
-        rows,
-        slots,
-        sampling,
-        tiles,
+        *rows,
         scores,
         winners,
         token_ids,

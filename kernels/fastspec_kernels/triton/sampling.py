@@ -19,13 +19,11 @@ from fastspec_kernels.triton.rows import (
 )
 from fastspec_kernels.triton.slots import (
     INFINITY,
-    NO_ROWS,
-    Params,
     find_target,
     load_logits,
     temperature_of,
 )
-from fastspec_kernels.triton.statistics import row_slots, target_rows, tiles_of
+from fastspec_kernels.triton.statistics import independent_rows
 from fastspec_kernels.triton.tiles import tiling_of
 
 
@@ -40,15 +38,13 @@ def row_stats(
     """2 launches, those of the filters not counted."""
     num_rows, vocab = logits.shape
     tiling = tiling_of(vocab)
-    sampling = Params(temperature, top_k, top_p, min_p)
-    tiles = tiles_of(target_rows(logits, token_bitmask), NO_ROWS, row_slots(), sampling, num_rows)
+    rows = independent_rows(logits, temperature, top_k, top_p, min_p, token_bitmask)
     logsumexp = logits.new_empty((num_rows,), dtype=torch.float32)
     threshold = torch.empty_like(logsumexp)
     launch(
         row_stats_kernel,
         num_rows,
-        sampling,
-        tiles,
+        *rows[2:],
         logsumexp,
         threshold,
         tiling.num_tiles,
@@ -69,17 +65,12 @@ def logits_to_probs(
     """2 launches, those of the filters not counted."""
     num_rows, vocab = logits.shape
     tiling = tiling_of(vocab)
-    sampling = Params(temperature, top_k, top_p, min_p)
-    rows, slots = target_rows(logits, token_bitmask), row_slots()
-    tiles = tiles_of(rows, NO_ROWS, slots, sampling, num_rows)
+    rows = independent_rows(logits, temperature, top_k, top_p, min_p, token_bitmask)
     probs = logits.new_empty((num_rows, vocab), dtype=torch.float32)
     launch(
         probs_kernel,
         num_rows * tiling.num_tiles,
-        rows,
-        slots,
-        sampling,
-        tiles,
+        *rows,
         probs,
         tiling.num_tiles,
         TILE=tiling.tile,
@@ -101,18 +92,13 @@ def sample(
     """2 launches, those of the filters not counted."""
     num_rows, vocab = logits.shape
     tiling = tiling_of(vocab)
-    sampling = Params(temperature, top_k, top_p, min_p)
-    rows, slots = target_rows(logits, token_bitmask), row_slots()
-    tiles = tiles_of(rows, NO_ROWS, slots, sampling, num_rows)
+    rows = independent_rows(logits, temperature, top_k, top_p, min_p, token_bitmask)
     token_ids = logits.new_empty((num_rows,), dtype=torch.int32)
     logprobs = logits.new_empty((num_rows,), dtype=torch.float32)
     launch(
         sample_kernel,
         num_rows,
-        rows,
-        slots,
-        sampling,
-        tiles,
+        *rows,
         uniform_samples,
         token_ids,
         logprobs,

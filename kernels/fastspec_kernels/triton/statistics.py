@@ -38,9 +38,18 @@ def draft_rows(logits: Tensor | None) -> Rows:
     return Rows(logits, outer_stride, stride, logits.shape[2], None, 0)
 
 
-def row_slots() -> Slots:
-    """Make one slot for each row, with its own parameters."""
-    return Slots(1, 0, None, None)
+def independent_rows(
+    logits: Tensor,
+    temperature: Tensor | None,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+    token_bitmask: Tensor | None,
+) -> tuple[Rows, Slots, Params, Tiles]:
+    """Describe rows [R, V] with a slot and parameters each, and compute their statistics."""
+    rows, slots = target_rows(logits, token_bitmask), Slots(1, 0, None, None)
+    sampling = Params(temperature, top_k, top_p, min_p)
+    return rows, slots, sampling, tiles_of(rows, NO_ROWS, slots, sampling, len(logits))
 
 
 def tiles_of(target: Rows, draft: Rows, slots: Slots, sampling: Params, num_slots: int) -> Tiles:
