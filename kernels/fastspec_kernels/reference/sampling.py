@@ -121,10 +121,7 @@ def sample(
     """Draw one token per row, with its log-probability."""
     logits = only_allowed(logits, token_bitmask)
     rows = row_distributions(logits, temperature, top_k, top_p, min_p)
-    token_ids = draw(rows.probs, uniform_samples)
-    logprobs = rows.log_probs.gather(-1, token_ids[:, None])[:, 0]
-    token_ids = torch.where(rows.valid, token_ids, -1)
-    return token_ids.int(), torch.where(rows.valid, logprobs, float("nan")).float()
+    return _drawn(rows, draw(rows.probs, uniform_samples))
 
 
 def sample_coupled(
@@ -141,7 +138,11 @@ def sample_coupled(
     logits = only_allowed(logits, token_bitmask)
     rows = row_distributions(logits, temperature, top_k, top_p, min_p)
     scores = rows.probs.log() + gumbel(seed, position, logits.shape[-1])
-    token_ids = scores.argmax(-1)
+    return _drawn(rows, scores.argmax(-1))
+
+
+def _drawn(rows: RowDistributions, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the tokens drawn from rows and their log-probabilities, -1 and NaN if invalid."""
     logprobs = rows.log_probs.gather(-1, token_ids[:, None])[:, 0]
     token_ids = torch.where(rows.valid, token_ids, -1)
     return token_ids.int(), torch.where(rows.valid, logprobs, float("nan")).float()
