@@ -17,17 +17,12 @@ from fastspec.engine.request import EngineRequest
 from fastspec.engine.scheduler import Scheduler
 from fastspec.engine.turn import Turn
 
-from ..models import byte_tokenizer, perturbed, random_model
+from ..models import byte_tokenizer, perturbed
 from .probes import assert_blocks_came_back
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 PROMPTS = [[1, 2, 3], [4, 2, 3], [5, 2, 3]]
 SMALL = EngineConfig(num_blocks=8, block_size=4, max_batch_size=4, max_model_len=32)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return random_model("llama")
 
 
 def interrupt_once(monkeypatch, kind, name, nth=1, after=False):

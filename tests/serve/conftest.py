@@ -6,6 +6,11 @@ import pytest
 from .helpers import assert_idle, new_engine, serving
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread(one_thread: None) -> None:
+    """For all modules of this folder."""
+
+
 @pytest.fixture(scope="module")
 def engine():
     return new_engine()

@@ -23,14 +23,11 @@ from fastspec.serve.replies import ReplyBuilder
 
 from ..engine.probes import before_passes
 from ..models import byte_tokenizer, random_model
-from .helpers import assert_idle, new_engine, serving, wait_for
+from .helpers import assert_idle, serving, wait_for
 
 COMPLETIONS = "/v1/completions"
 LONG = {"prompt": "import os\n", "temperature": 0, "max_tokens": 200, "ignore_eos": True}
 SHORT = LONG | {"max_tokens": 3}
-
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Gate:
@@ -51,11 +48,6 @@ class Gate:
 
     def open(self):
         self._open.set()
-
-
-@pytest.fixture(scope="module")
-def engine():
-    return new_engine()
 
 
 @pytest.fixture(scope="module")

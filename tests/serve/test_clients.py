@@ -16,8 +16,6 @@ from .helpers import (
     serving,
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 PARTS = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
 BEGUN = [*MESSAGES, {"role": "assistant", "content": "so "}]
 LAST = {"role": "user", "content": "hi"}

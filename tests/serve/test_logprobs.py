@@ -8,8 +8,6 @@ from fastspec import Engine, SamplingParams
 from ..models import random_model, sentencepiece_tokenizer
 from .helpers import MODEL, PROMPT, complete, converse, generated, new_engine, serving
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def test_logprobs(client, engine):
     expected = generated(engine, logprobs=2)

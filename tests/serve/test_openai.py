@@ -25,8 +25,6 @@ from .helpers import (
     serving,
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def test_greedy_completions_are_those_of_the_engine(client, engine):
     answer = complete(client)

@@ -23,9 +23,6 @@ needs_browser = pytest.mark.skipif(
 )
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 @pytest.fixture(scope="module")
 def engine():
     engine = new_engine()

@@ -17,20 +17,12 @@ from fastspec.serve.engine_thread import EngineFailure, EngineThread, PromptThre
 from fastspec.serve.prompts import longest_token
 
 from ..models import byte_tokenizer
-from .helpers import assert_idle, new_engine, serving, wait_for
+from .helpers import assert_idle, serving, wait_for
 from .test_border import COMPLETIONS, LONG, SHORT, asking, error_of
 
 SLOW = "slow"  # is in a prompt that waits at the tokenizer
 # Requests that need the tokenizer, but for their prompt.
 READERS = pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, SHORT), ("/tokenize", {})])
-
-
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def engine():
-    return new_engine()
 
 
 class SlowTokenizer:

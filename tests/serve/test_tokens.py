@@ -14,8 +14,6 @@ CHATS = "/v1/chat/completions"
 FIRST = 256  # begins each text
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def engine_with_first_token(**config):
     """As new_engine, with a tokenizer that adds a token of its own."""

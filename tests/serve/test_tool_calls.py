@@ -10,8 +10,6 @@ from fastspec.models.chat import reply_message
 from ..models import byte_tokenizer
 from .helpers import converse, new_engine, serving
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 # As transformers documents them, in the format of the test's chat template.
 RESPONSE_TEMPLATE = {
     "defaults": {"role": "assistant"},
