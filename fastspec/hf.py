@@ -301,7 +301,7 @@ def _write(
     """Return the rows with the engine's output appended, up to where a criterion holds."""
     num_rows, start = batch.input_ids.shape
     room = params[0].max_tokens or engine.max_model_len
-    ids = torch.full((num_rows, start + room), pad_id)
+    ids = torch.full((num_rows, start + room), pad_id, device="cpu")
     ids[:, :start] = batch.input_ids
     ends, is_done, num_shown = [start] * num_rows, [False] * num_rows, start
     if streamer is not None:

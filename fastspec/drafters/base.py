@@ -68,7 +68,7 @@ def sampling_of_rows(sampling: SamplingTensors, rows: Tensor) -> SamplingTensors
 
 def greedy_sampling(num: int, device: torch.device) -> SamplingTensors:
     """Return the parameters of greedy decoding for that many requests or rows."""
-    zeros = torch.zeros(num, device=device)
+    zeros = torch.zeros(num, dtype=torch.float32, device=device)
     return SamplingTensors(temperature=zeros, top_k=None, top_p=None, min_p=None)
 
 
@@ -224,7 +224,8 @@ class Batch:
     def sampling_uniforms(self, num: int, stream: int) -> Tensor:
         """Return `uniforms` to sample with; zeros if all requests are greedy, which read none."""
         if self.all_greedy:
-            return torch.zeros((len(self.requests), num), device=self.device)
+            shape = len(self.requests), num
+            return torch.zeros(shape, dtype=torch.float32, device=self.device)
         return self.uniforms(num, stream)
 
 

@@ -229,7 +229,8 @@ class ReencodingDrafter(DraftModelDrafter):
         requests = [text.own for text, _ in group.values()]
         num_draft_tokens = [limit for _, limit in group.values()]
         sampling = greedy_sampling(len(requests), batch.device)
-        unused = torch.zeros((len(group), max(num_draft_tokens)), device=batch.device)
+        shape = len(group), max(num_draft_tokens)
+        unused = torch.zeros(shape, dtype=torch.float32, device=batch.device)
         texts = [request.token_ids for request in requests]
         drafts, _, counts = self.write(requests, texts, num_draft_tokens, sampling, unused, False)
         for (place, (text, _)), draft, count in zip(

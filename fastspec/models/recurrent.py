@@ -105,9 +105,9 @@ class RecurrentLayers:
         for module in modules:
             if type(module) not in self._kinds:
                 size = text_config.hidden_size
-                num = 2 * _TRIAL_TOKENS * size
-                trial = torch.linspace(-9.0, 9.0, num, device=twin.device).sin()
-                trial = trial.view(1, -1, size).to(twin.dtype)
+                count, given = 2 * _TRIAL_TOKENS * size, {"dtype": torch.float32, "device": "cpu"}
+                trial = torch.linspace(-9.0, 9.0, count, **given).sin().view(1, -1, size)
+                trial = trial.to(twin.device, twin.dtype)
                 self._kinds[type(module)] = self._try(module, trial)
             module.__dict__["forward"] = partial(self._forward, module)
 

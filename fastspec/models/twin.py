@@ -262,8 +262,8 @@ def _take_over(module: Any, kernel: Forward) -> None:
     """Replace a module's forward by a kernel if that is as exact on a trial input."""
     weight, forward = _weight_of(module), _with_kernel(module, kernel)
     size = weight.shape[-1]
-    trial = torch.linspace(-9.0, 9.0, 2 * size, device=weight.device)
-    trial = trial.sin().view(2, size).to(weight.dtype)
+    given = {"dtype": torch.float32, "device": weight.device}
+    trial = torch.linspace(-9.0, 9.0, 2 * size, **given).sin().view(2, size).to(weight.dtype)
     wider = WIDER[weight.dtype]
     truth = wider_copy(module, wider)
     theirs = type(module).forward(module, trial)

@@ -3,6 +3,7 @@
 from functools import cache
 
 import pytest
+import torch
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 
@@ -54,6 +55,38 @@ def test_plain_decoding(case):
     model, expected = case
     outputs = Engine(model).generate(PROMPTS, GREEDY)
     assert [output.token_ids for output in outputs] == expected
+
+
+@pytest.mark.parametrize(
+    ("architecture", "method"),
+    [
+        ("mamba2", "none"),
+        *(("llama", each) for each in ("draft_model", "tree", "cascade", "mag", "suffix", "ngram")),
+    ],
+)
+def test_defaults_of_torch_change_nothing(architecture, method):
+    """Neither the default dtype nor the default device."""
+    model, draft = random_model(architecture), None
+    if method in ("draft_model", "tree"):
+        draft = perturbed(model, 0.03)
+    elif method == "cascade":
+        draft = [perturbed(model, 0.03)]
+    seeded = SamplingParams(seed=3, max_tokens=10, min_p=0.01, repetition_penalty=1.2, n=2)
+
+    def written():
+        engine = Engine(model, draft, spec=method)
+        outputs = engine.generate(PROMPTS, GREEDY) + engine.generate(PROMPTS, seeded)
+        texts = [each.token_ids for output in outputs for each in output.outputs]
+        return texts, engine.stats.num_draft_tokens
+
+    expected = written()
+    for dtype in (torch.bfloat16, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            with torch.device("meta"):
+                assert written() == expected
+        finally:
+            torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize(("case", "quality", "num_draft"), SPECULATION, indirect=["case"])

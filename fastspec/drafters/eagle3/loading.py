@@ -86,8 +86,7 @@ def save_eagle3(draft: Eagle3Draft, folder: Path) -> None:
         for name, weight in draft.named_parameters()
         if not name.startswith(("embed_tokens.", "lm_head."))
     }
-    places = torch.arange(len(token_ids), device="cpu")
-    tensors |= {"d2t": token_ids - places, "t2d": is_known}
+    tensors |= {"d2t": token_ids - torch.arange(len(token_ids), device="cpu"), "t2d": is_known}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt"})
     config = draft.config.to_diff_dict() | {"model_type": "llama", "architectures": [_ARCHITECTURE]}
