@@ -65,6 +65,8 @@ class Engine:
 
     Several threads may use one engine: calls take turns, and their requests are batched. Each
     event is delivered once: to the `generate` or `stream` call that made the request, or by `step`.
+    A forked process can use an engine made before only after `torch.set_num_threads(1)`: torch's
+    threads do not survive a fork, and calls raise a RuntimeError instead of waiting for them.
 
     A drafter that raises harms no request: that step is decoded plainly, and the caller gets the
     error once: from the next `step`, or at the end of a `generate` (as an exception whose

@@ -1,15 +1,20 @@
-"""One engine, several consumers: threads, generate() beside stream() beside step(), interrupts."""
+"""One engine, several consumers: threads, generate() beside stream() beside step(), interrupts,
+forked processes."""
 
 import gc
+import os
+import signal
 import sys
 import threading
 
 import pytest
+import torch
 from transformers import GenerationConfig
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec.engine import turn
 from fastspec.engine.prompt_reader import PromptReader
+from fastspec.engine.turn import Turn
 
 from ..models import byte_tokenizer
 from .probes import assert_blocks_came_back, before_passes, is_turn_of_caller
@@ -279,3 +284,64 @@ def test_an_id_is_not_free_before_its_call_has_its_output(engine, expected):
     assert [*stream][-1].output.token_ids == expected[0]
     engine.add_request(PROMPTS[1], GREEDY, first.request_id)
     assert steps(engine)[first.request_id].token_ids == expected[1]
+
+
+def told_by_a_fork(call):
+    """What a call returns in a forked process, or the error that it raises there, as text."""
+    reader, writer = os.pipe()
+    if not (process := os.fork()):
+        signal.alarm(30)  # ends it if it waits for ever
+        try:
+            told = call()
+        except BaseException as error:
+            told = error
+        os.write(writer, f"{told}".encode())
+        os._exit(0)
+    os.close(writer)
+    os.waitpid(process, 0)
+    with open(reader) as pipe:
+        return pipe.read()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of fork with threads, in Python 3.12
+def test_a_forked_process_does_not_wait_for_threads_that_it_lacks(engine, expected):
+    stream = engine.stream(PROMPTS[0], GREEDY)
+    next(stream)
+
+    def in_threads():
+        torch.set_num_threads(2)
+        engine.generate(PROMPTS, GREEDY)
+
+    def in_one():
+        torch.set_num_threads(1)
+        stream.close()  # waits for its turn, so it ends with the next round
+        return [output.token_ids for output in engine.generate(PROMPTS, GREEDY)]
+
+    assert "engine: made before a fork, which torch's threads" in told_by_a_fork(in_threads)
+    assert told_by_a_fork(in_one) == str(expected)
+    assert [*stream][-1].output.token_ids == expected[0]
+    assert_idle(engine)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_turn_that_another_thread_had_at_a_fork_is_refused():
+    turn, is_held, may_end = Turn(), threading.Event(), threading.Event()
+
+    def hold():
+        with turn:
+            is_held.set()
+            may_end.wait()
+
+    def take():
+        torch.set_num_threads(1)
+        with turn:
+            return "taken"
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    is_held.wait()
+    told = told_by_a_fork(take)
+    may_end.set()
+    thread.join()
+    assert told.startswith("engine: forked during a call of another thread")
+    assert told_by_a_fork(take) == "taken"
