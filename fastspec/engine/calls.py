@@ -35,14 +35,12 @@ class Calls:
         decoder_input_ids: Sequence[int] | None = None,
     ) -> list[EngineRequest]:
         """Build the samples of a request, see `Engine.add_request`; the caller has the turn."""
-        samples = self.factory.build(prompt, params, request_id, decoder_input_ids)
-        name, scheduler = samples[0].public_id, self.loop.scheduler
-        if scheduler.samples(name) or name in self.loop.inboxes:
-            raise ValueError(f"request_id: {name!r} is already running")
-        if any(event.request_id == name for event in self.loop.events):
-            raise ValueError(f"request_id: {name!r} has events that step() has not returned yet")
+        name = self.loop.new_id() if request_id is None else request_id
+        samples = self.factory.build(prompt, params, name, decoder_input_ids)
+        if (use := self.loop.use_of(name)) is not None:
+            raise ValueError(f"request_id: {name!r} {use}")
         self.drafter_table.check_request(params)
-        scheduler.check_fits(samples[0])
+        self.loop.scheduler.check_fits(samples[0])
         return samples
 
     def run(

@@ -1,9 +1,10 @@
 """The round used by the engine and the simulator: schedule, propose, verify, commit."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from functools import partial
+from itertools import count, pairwise
 from time import perf_counter
 from typing import NamedTuple
 
@@ -67,6 +68,7 @@ class Loop:
     abandoned: deque[str] = field(default_factory=deque, init=False)
     queues_are_torn: bool = field(default=False, init=False)
     unreleased: deque[EngineRequest] = field(default_factory=deque, init=False)
+    _name_numbers: Iterator[int] = field(default_factory=partial(count, 1), init=False)
 
     @torch.inference_mode()
     def round(self) -> None:
@@ -100,6 +102,19 @@ class Loop:
             self._step(speculation, requests, others.pop(speculation.is_coupled, []))
         for requests in others.values():
             self._step(self.speculations[requests[0].params.drafter], [], requests)
+
+    def use_of(self, request_id: str) -> str | None:
+        """Say what keeps an id from a new request; None if nothing does."""
+        if self.scheduler.samples(request_id) or request_id in self.inboxes:
+            return "is already running"
+        if any(event.request_id == request_id for event in self.events):
+            return "has events that step() has not returned yet"
+        return None
+
+    def new_id(self) -> str:
+        """Return an id that no request has, or has had from here."""
+        names = (f"request-{number}" for number in self._name_numbers)
+        return next(name for name in names if self.use_of(name) is None)
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request that fits."""

@@ -58,25 +58,21 @@ class RequestFactory:
         self._tokenizer, self._vocab_size = reader.tokenizer, reader.vocab_size
         self._grammars = GrammarCompiler(reader.tokenizer, reader.vocab_size, self.eos_ids)
         self._encoder_inputs = WeakValueDictionary[tuple[int, ...], EncoderInput]()
-        self._alive = WeakValueDictionary[str, EngineRequest]()
-        self._num_named = 0
 
     def build(
         self,
         prompt: Prompt,
         params: SamplingParams,
-        request_id: str | None,
+        request_id: str,
         decoder_input_ids: Sequence[int] | None = None,
     ) -> list[EngineRequest]:
-        """Build the samples of a request; without an id it gets an unused one.
+        """Build the samples of a request.
 
         Raises:
             ValueError: an empty prompt, ids outside the vocabulary, more tokens than the model
                 allows, text or stop strings without a tokenizer, or an argument of a wrong type.
         """
-        if request_id is None:
-            request_id = self._new_id()
-        elif not isinstance(request_id, str) or _BEFORE_INDEX in request_id:
+        if not isinstance(request_id, str) or _BEFORE_INDEX in request_id:
             raise ValueError(f"request_id: expected a text without NUL, got {request_id!r}")
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params: expected SamplingParams, got {type(params).__name__}")
@@ -106,7 +102,7 @@ class RequestFactory:
         structure = params.structured_outputs
         grammar = None if structure is None else self._grammars.compile(structure)
         prediction, rotary = self._prediction(params), self.target.rotary
-        requests = [
+        return [
             EngineRequest(
                 request_id=f"{request_id}{_BEFORE_INDEX}{index}" if index else request_id,
                 public_id=request_id,
@@ -125,8 +121,6 @@ class RequestFactory:
             )
             for index in range(params.n)
         ]
-        self._alive.setdefault(request_id, requests[0])
-        return requests
 
     def _prediction(self, params: SamplingParams) -> list[int]:
         """Return the ids of a prediction, which is not longer than any output can be."""
@@ -186,12 +180,6 @@ class RequestFactory:
     def _check_ids(self, name: str, token_ids: Iterable[int]) -> None:
         if (largest := max(token_ids, default=0)) >= self._vocab_size:
             raise ValueError(f"{name}: {largest} is not in 0..{self._vocab_size - 1}")
-
-    def _new_id(self) -> str:
-        while True:
-            self._num_named += 1
-            if (request_id := f"request-{self._num_named}") not in self._alive:
-                return request_id
 
     def _encoder_input(self, token_ids: list[int]) -> EncoderInput:
         """Return one shared object for all requests with these ids, so they are encoded once."""

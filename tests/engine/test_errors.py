@@ -1,6 +1,7 @@
 """Bad input: one line that names what is wrong, and no other request is touched."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -237,6 +238,20 @@ def test_request_ids_are_unique_while_running(model):
         engine.add_request([1], GREEDY, request_id="a")
     assert len(finish(engine)["a"].token_ids) == 2
     engine.add_request([1], GREEDY, request_id="a")
+
+
+def test_generated_ids_avoid_those_in_use(model):
+    """Of a request whose events wait for step(), and of one whose first sample has ended."""
+    engine, params = Engine(model), SamplingParams(seed=3, max_tokens=30, ignore_eos=True, n=2)
+    first, second = engine.generate([[1, 2]], params)[0].outputs
+    own = next(token_id for token_id in first.token_ids[:9] if token_id not in second.token_ids)
+    engine.add_request([1, 2], replace(params, stop_token_ids=[own]), request_id="request-3")
+    engine.add_request([1], SamplingParams(temperature=0, max_tokens=1), request_id="request-4")
+    outputs = engine.generate([[5, 6]], GREEDY)  # ends one beside it, and half of the other
+    outputs += engine.generate([[5, 6]] * 2, GREEDY)
+    names = [output.request_id for output in outputs]
+    assert names == ["request-2", "request-5", "request-6"]
+    assert engine.abort("request-3").index == 1
 
 
 def test_params_of_another_length(model):
