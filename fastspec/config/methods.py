@@ -179,7 +179,7 @@ BUILT_IN = (
     Method(
         "mtp",
         "the target's own layer for multi-token prediction (MTP), as a chain or a tree",
-        _MODEL | _CHAIN | _TREE | LOOKUP_FIELDS | _BITS,
+        _MODEL | _CHAIN | TREE_FIELDS | LOOKUP_FIELDS | _BITS,
         reads_target="the target's hidden states",
         own_writer="the MTP layer",
     ),

@@ -34,6 +34,11 @@ def _several(each: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return fits
 
 
+def _members(value: Any) -> Any:
+    """The members of a list or set, those of a set in an order that all processes share."""
+    return sorted(value, key=repr) if isinstance(value, Set) else value or ()
+
+
 def _is_text(value: Any) -> bool:
     return isinstance(value, str) and value != ""
 
@@ -104,13 +109,13 @@ _TOP_K = Kind(
 _STOP = Kind(
     "non-empty strings",
     lambda value: _is_text(value) or _several(_is_text)(value),
-    lambda value: (value,) if isinstance(value, str) else tuple(value or ()),
+    lambda value: (value,) if isinstance(value, str) else tuple(_members(value)),
     list[str],
 )
 _STOP_IDS = Kind(
     "a list of ints >= 0",
     _several(lambda token_id: is_int(token_id) and token_id >= 0),
-    lambda value: tuple(int(token_id) for token_id in value or ()),
+    lambda value: tuple(int(token_id) for token_id in _members(value)),
     list[int],
 )
 _LOGPROBS = Kind(
@@ -126,7 +131,9 @@ _WORDS = Kind(
     lambda value: (
         (value,)
         if isinstance(value, str)
-        else tuple(word if isinstance(word, str) else tuple(map(int, word)) for word in value or ())
+        else tuple(
+            word if isinstance(word, str) else tuple(map(int, word)) for word in _members(value)
+        )
     ),
     list[str],
 )

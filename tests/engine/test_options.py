@@ -37,6 +37,13 @@ def test_the_number_of_draft_tokens_that_is_not_given():
     assert replace(SpecConfig("cascade"), method="mag").num_draft_tokens() == 5
 
 
+def test_sets_have_the_same_order_in_all_processes():
+    """Ranks of a shared target compare the parameters of their requests."""
+    words = {f"word {number}" for number in range(50)}
+    params = SamplingParams(stop=words, bad_words=words)
+    assert params.stop == params.bad_words == tuple(sorted(words))
+
+
 def test_aliases_of_the_number_of_draft_tokens():
     for value in (5, 9):
         assert SpecConfig(num_assistant_tokens=value).num_speculative_tokens == value
