@@ -203,8 +203,9 @@ class Speculation:
         return error
 
     def record(self, request: EngineRequest, step: Step) -> None:
-        """Tell the schedule the outcome of a request's draft."""
-        if self.schedule is not None and not self._has_failed:
+        """Tell the schedule the outcome of a request's draft, also if that of another has failed:
+        what it wants next selects random numbers."""
+        if self.schedule is not None:
             try:
                 self.schedule.record(request, step)
             except BaseException as error:

@@ -275,6 +275,23 @@ def test_draft_logits_that_say_nothing_are_the_drafters_fault(
     assert [outputs[i].token_ids for i in (0, 2)] == alone  # the others draw what they drew
 
 
+def test_a_schedule_learns_of_good_drafts_beside_spoilt_ones(model, texts):
+    """What it wants next selects random numbers, so a seed's text would depend on the others."""
+
+    def change(proposal):
+        logits = torch.zeros(len(proposal.token_ids), K, 263)
+        logits[1:2] = torch.nan  # of the second request, if there is one
+        return replace(proposal, draft_logits=logits)
+
+    spec = replace(SPEC, schedule="adaptive", step_costs=[1.0, 1.1, 1.2, 1.3])
+    params = SamplingParams(temperature=0.8, seed=5, max_tokens=30, ignore_eos=True)
+    engines = [Engine(model, Scripted(texts, change=change), spec=spec) for _ in range(2)]
+    (alone,) = engines[0].generate([PROMPTS[0]], params)
+    with pytest.raises(ValueError, match="draft_logits: those of drafter scripted") as raised:
+        engines[1].generate(PROMPTS, params)
+    assert raised.value.outputs[0].token_ids == alone.token_ids
+
+
 class SpoiltAfterOne:
     """Draws each token from the same distribution, but knows nothing after token 1."""
 
