@@ -90,13 +90,16 @@ class RotaryLengths:
         names: dict[str | None, Any] = dict(kinds) if by_layer_type else {None: kinds}
         limits: dict[str | None, int] = {}
         for layer_type, kind in names.items():
+            prefix = f"{layer_type}_" if by_layer_type else ""
             if isinstance(kind, str) and "dynamic" in kind:
-                prefix = f"{layer_type}_" if by_layer_type else ""
                 original = getattr(module, f"{prefix}original_inv_freq")
                 device = getattr(module, f"{prefix}inv_freq").device
                 setattr(module, f"{prefix}inv_freq", original.to(device))
                 names[layer_type] = "default"
             elif kind == "longrope":
+                # Each pass writes them, and the user's model may run at the same time.
+                frequencies = getattr(module, f"{prefix}inv_freq").clone()
+                setattr(module, f"{prefix}inv_freq", frequencies)
                 parameters = module.config.rope_parameters
                 parameters = parameters[layer_type] if by_layer_type else parameters
                 limits[layer_type] = int(parameters["original_max_position_embeddings"])
