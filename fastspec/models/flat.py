@@ -257,7 +257,7 @@ class FlatModel:
         return ChainParts.of(self._embed, self._layers, self._norm, self._head, self._table)
 
     def is_whole(self, input_ids: Tensor, positions: Tensor, logits: Tensor) -> bool:
-        """Whether these parts alone reproduce the trial pass.
+        """Whether these parts alone reproduce the trial pass; zero logits prove nothing.
 
         input_ids, positions: those of the trial pass.
         logits: the model's logits for its first token.
@@ -271,7 +271,7 @@ class FlatModel:
         pairs += [(own.to(other.dtype), other[0]) for own, other in zip(kept, factors, strict=True)]
         for layer in self._layers:
             pairs += zip(factors, layer.inputs[1]["position_embeddings"], strict=True)
-        return all(torch.equal(left, right) for left, right in pairs)
+        return bool(logits.any()) and all(torch.equal(left, right) for left, right in pairs)
 
 
 def find_layers(model: PreTrainedModel, backend: str) -> list[FlatLayer]:
@@ -399,10 +399,11 @@ def _weights_of(
 
 @torch.inference_mode()
 def _prove(layer: FlatLayer, call: AttentionCall, step: PagedStep) -> bool:
-    """Whether a variant of the op reproduces the modules' output; if so, the layer adopts it.
+    """Whether exactly one variant of the op reproduces the modules' output; the layer adopts it.
 
-    16-bit modules round so much that a slightly different formula could pass, so for these the op
-    must also agree on float32 copies.
+    If several do, as with weights of zero, values written to the weights later could tell them
+    apart. 16-bit modules round so much that a slightly different formula could pass, so for these
+    the op must also agree on float32 copies.
     """
     args, kwargs = layer.inputs
     factors: Any = kwargs.get("position_embeddings")
@@ -419,6 +420,7 @@ def _prove(layer: FlatLayer, call: AttentionCall, step: PagedStep) -> bool:
     truth = copy(args[0].to(wide), **(kwargs | {"position_embeddings": wide_factors}))[0]
     hidden = args[0][0].float()
     attention = {"scale": call.scale, "softcap": call.softcap, "sliding_window": call.window}
+    passed: list[FlatLayer] = []
     for norm_shift, activation, rotates in _VARIANTS:
         options = layer.options | attention | {"norm_shift": norm_shift, "activation": activation}
         trial = replace(layer, options=options, rotates=rotates)
@@ -426,13 +428,15 @@ def _prove(layer: FlatLayer, call: AttentionCall, step: PagedStep) -> bool:
             continue
         if wide == torch.float32:
             weights, _ = cast(Any, _weights_of(copy, wide))
-            trial = replace(trial, weights=weights)
-            error = (_try(trial, hidden, cos, sin, call, step) - truth).norm()
+            wider = replace(trial, weights=weights)
+            error = (_try(wider, hidden, cos, sin, call, step) - truth).norm()
             if error > 1e-4 * (truth - hidden).norm() + 1e-6 * truth.norm():
                 continue
-        layer.options, layer.rotates = options, rotates
-        return True
-    return False
+        passed.append(trial)
+    if len(passed) != 1:
+        return False
+    layer.options, layer.rotates = passed[0].options, passed[0].rotates
+    return True
 
 
 def _try(

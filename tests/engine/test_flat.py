@@ -12,6 +12,7 @@ from fastspec import Engine, EngineConfig, SamplingParams
 from fastspec.models.rotary import RotaryTable
 from fastspec_kernels import available_backends
 
+from ..architectures import config_of, random_decoder
 from ..models import random_model
 from .helpers import PROMPTS, generated_greedily, hugging_face_greedy
 from .probes import flat_model_of, model_of, record_passes
@@ -204,6 +205,21 @@ def test_weights_are_read_when_they_are_used():
     (after,) = Engine(model).generate([PROMPTS[0]], GREEDY)
     assert engine.generate([PROMPTS[0]], GREEDY)[0].token_ids == after.token_ids
     assert after.token_ids != before.token_ids
+
+
+@pytest.mark.parametrize("model_type", ["smollm3", "gemma2", "vaultgemma"])
+def test_layers_that_add_nothing_prove_nothing(model_type):
+    """Values written to their weights later show whether they rotate, and their activation."""
+    model = random_decoder(config_of(model_type))
+    expected = generated_greedily(model, PROMPTS[0], 20)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                weight.zero_()
+    engine = Engine(model)
+    model.load_state_dict(state)
+    assert engine.generate([PROMPTS[0]], GREEDY)[0].token_ids == expected
 
 
 def test_nearer_to_float32_than_the_modules():
