@@ -64,4 +64,4 @@ def test_what_waits_is_found(monkeypatch):
     torch.ones(2, 1).tolist()
     assert readings == [(2, 1)]
     with pytest.raises(RuntimeError, match="waits until"):
-        torch.tensor([1], device="cpu")
+        torch.tensor([1], device=torch.device("cpu"))
