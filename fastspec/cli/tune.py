@@ -46,7 +46,7 @@ class TuneOptions(Options):
         "Comma-separated methods to try; by default prompt_lookup, mag and suffix; with a draft"
         " model also draft_model (the first of several) and cascade (with several k_matrices); with"
         " a GLIDE or EAGLE draft, glide or eagle3; with --exit-layers, early_exit; with"
-        " --draft-bits, quantized; with --tree-nodes, tree.",
+        " --draft-bits, quantized; with --tree-nodes, tree. mtp is tried only if named.",
     )
     exit_layers: tuple[int, ...] | None = option(
         None,

@@ -399,7 +399,8 @@ def _weights_of(
 
 @torch.inference_mode()
 def _prove(layer: FlatLayer, call: AttentionCall, step: PagedStep) -> bool:
-    """Whether exactly one variant of the op reproduces the modules' output; the layer adopts it.
+    """Whether a variant of the op reproduces the modules' output, and no other that differs from it
+    in one choice does; the layer adopts it.
 
     If several do, as with weights of zero, values written to the weights later could tell them
     apart. 16-bit modules round so much that a slightly different formula could pass, so for these
@@ -420,22 +421,30 @@ def _prove(layer: FlatLayer, call: AttentionCall, step: PagedStep) -> bool:
     truth = copy(args[0].to(wide), **(kwargs | {"position_embeddings": wide_factors}))[0]
     hidden = args[0][0].float()
     attention = {"scale": call.scale, "softcap": call.softcap, "sliding_window": call.window}
-    passed: list[FlatLayer] = []
-    for norm_shift, activation, rotates in _VARIANTS:
+
+    def options_of(norm_shift: float, activation: str, rotates: bool) -> dict[str, Any]:
         options = layer.options | attention | {"norm_shift": norm_shift, "activation": activation}
-        trial = replace(layer, options=options, rotates=rotates)
+        return {"options": options, "rotates": rotates}
+
+    def fits(variant: tuple[float, str, bool]) -> bool:
+        trial = replace(layer, **options_of(*variant))
         if not is_as_exact(_try(trial, hidden, cos, sin, call, step), layer.output[0], truth):
-            continue
-        if wide == torch.float32:
-            weights, _ = cast(Any, _weights_of(copy, wide))
-            wider = replace(trial, weights=weights)
-            error = (_try(wider, hidden, cos, sin, call, step) - truth).norm()
-            if error > 1e-4 * (truth - hidden).norm() + 1e-6 * truth.norm():
-                continue
-        passed.append(trial)
-    if len(passed) != 1:
+            return False
+        if wide != torch.float32:
+            return True
+        trial = replace(trial, weights=cast(Any, _weights_of(copy, wide))[0])
+        error = (_try(trial, hidden, cos, sin, call, step) - truth).norm()
+        return bool(error <= 1e-4 * (truth - hidden).norm() + 1e-6 * truth.norm())
+
+    found = next((place for place, variant in enumerate(_VARIANTS) if fits(variant)), None)
+    if found is None:
         return False
-    layer.options, layer.rotates = passed[0].options, passed[0].rotates
+    chosen = _VARIANTS[found]
+    for other in _VARIANTS[found + 1 :]:
+        is_near = sum(a != b for a, b in zip(other, chosen, strict=True)) == 1
+        if is_near and fits(other):
+            return False
+    vars(layer).update(options_of(*chosen))
     return True
 
 

@@ -130,13 +130,12 @@ def test_packed_drafts_of_readers_are_near_those_of_their_weights(case, tmp_path
 
 
 def test_what_cannot_be_packed_is_refused(tmp_path):
-    target = random_model("llama", num_hidden_layers=6)
-    glide = often_right(target)
-    on_gpus = EngineConfig(backend="triton")
-    for draft, method in ((of_eagle3(tmp_path / "eagle", target), "eagle3"), (glide, "glide")):
+    target, deep = (random_model("llama", num_hidden_layers=count) for count in (1, 6))
+    eagle, on_gpus = of_eagle3(tmp_path / "eagle", deep), EngineConfig(backend="triton")
+    for large, draft, method in ((deep, eagle, "eagle3"), (target, often_right(target), "glide")):
         spec = SpecConfig(method, draft_bits=8)
         with pytest.raises(ValueError, match=r"^draft_bits: has kernels for CPUs only, .*triton"):
-            Engine(target, draft, spec=spec, config=on_gpus)
+            Engine(large, draft, spec=spec, config=on_gpus)
     with pytest.raises(ValueError, match=r"^draft_bits: not for method 'early_exit', got 8"):
         SpecConfig("early_exit", exit_layer=2, draft_bits=8)
     with pytest.raises(ValueError, match=r"^drafter: draft_bits \(method 'quantized' copies"):
@@ -146,4 +145,4 @@ def test_what_cannot_be_packed_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"^drafter: method 'draft_model' needs a draft model"):
         Engine(target, spec=SpecConfig("draft_model", draft_bits=8))
     with pytest.raises(ValueError, match=r"^draft_bits: has kernels for CPUs only, Llama.*triton"):
-        Engine(target, target, spec={"draft_bits": 8}, config=EngineConfig(backend="triton"))
+        Engine(target, target, spec={"draft_bits": 8}, config=on_gpus)
