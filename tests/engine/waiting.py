@@ -23,8 +23,8 @@ class NoWaiting(TorchDispatchMode):
 def count_readings(monkeypatch) -> list[tuple[int, ...]]:
     """The shapes of the tensors that are read back from now on; uploads must not wait either.
 
-    `torch.tensor(values, device=...)` waits until a GPU has the values, `device_tensor`, which makes
-    a tensor on the "cpu" first, does not.
+    `torch.tensor(values, device=...)` waits until a GPU has the values; `device_tensor` does not,
+    as it makes them on the "cpu" first.
     """
     shapes = []
     read, make = torch.Tensor.tolist, torch.tensor
