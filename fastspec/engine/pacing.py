@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass, field
 from itertools import accumulate, combinations
 from statistics import median
+from uuid import uuid4
 
 import torch
 
@@ -90,9 +91,10 @@ class Pacer:
         """
         params = SamplingParams(temperature=0.0, seed=0, max_tokens=num_speculative_tokens + 1)
         requests: list[EngineRequest] = []
-        for index in range(most):
+        names = (f"step-costs-{uuid4().hex}" for _ in range(most))  # that no user's request has
+        for name in names:
             try:
-                (request,) = self.factory.build([0, 0], params, f"step-costs-{index}")
+                (request,) = self.factory.build([0, 0], params, name)
             except ValueError as error:
                 what = "'adaptive' must measure steps, which max_model_len leaves no room for"
                 raise ValueError(f"schedule: {what}; pass step_costs") from error

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 # A mapping is a BatchEncoding, or a dict with a BatchEncoding's key or one of vLLM's.
@@ -28,11 +29,12 @@ def as_prompt_list(
         return [prompts]
     if isinstance(prompts, Mapping):
         return _of_mapping(prompts, one)
-    if isinstance(prompts, (Tensor, np.ndarray)):
-        return [*_rows(name, prompts)]
-    several = _as_list(name, prompts, _SEVERAL)
+    is_array = isinstance(prompts, (Tensor, np.ndarray))
+    several: list[Any] = _rows(name, prompts) if is_array else _as_list(name, prompts, _SEVERAL)
     if not several:
         raise ValueError(f"{name}: the list is empty")
+    if is_array:
+        return several
     is_batch = isinstance(several[0], (Sequence, Mapping, Tensor, np.ndarray))
     if not is_batch:
         return [several]
@@ -86,7 +88,9 @@ def _of_mapping(prompt: Mapping[str, Any], name: str) -> list[str | list[int]]:
         raise ValueError(f"{name}: expected one of the keys {_KEYS}, got {[*prompt]}")
     (key,) = given
     value, mask = prompt[key], prompt.get("attention_mask") if key == "input_ids" else None
-    for other in prompt:
+    for other, marks in prompt.items():
+        if other == "mm_token_type_ids" and not torch.as_tensor(marks).any():  # 0 is text
+            continue
         if other != key and (other != "attention_mask" or key != "input_ids"):
             raise ValueError(f"{other}: not supported together with {key} in a prompt")
     if key == "prompt":
@@ -124,6 +128,9 @@ def _rows(name: str, value: Any) -> list[list[int]]:
             raise ValueError(
                 f"{name}: expected integers in one or two dimensions, got {kind} in {value.ndim}"
             )
+        if isinstance(value, Tensor) and (value.is_meta or value.layout != torch.strided):
+            kind = "no values" if value.is_meta else value.layout
+            raise ValueError(f"{name}: expected a dense tensor, got one of {kind}")
         return value.tolist() if value.ndim == 2 else [value.tolist()]
     several = _as_list(name, value)
     if several and isinstance(several[0], (Sequence, Tensor, np.ndarray)):

@@ -43,6 +43,7 @@ def engine(model):
         (TENSORS, LEFT["input_ids"]),
         ({"input_ids": [[5], [1, 2]], "attention_mask": [[1], [1, 1]]}, [[5], [1, 2]]),
         ([BatchEncoding({"input_ids": IDS[0], "attention_mask": [True, True, False]})], [[5, 6]]),
+        ({"input_ids": torch.tensor(IDS), "mm_token_type_ids": torch.zeros(2, 3)}, IDS),
     ],
     ids=str,
 )
@@ -67,6 +68,10 @@ def test_one_prompt_of_any_form(engine, prompt):
         (torch.tensor(1), "prompts: expected integers .* got int64 in 0"),
         (np.ones((1, 1, 1), dtype=int), "prompts: expected integers .* in 3"),
         (np.array(["a"]), "prompts: expected integers"),
+        (np.zeros((0, 3), dtype=int), "prompts: the list is empty"),
+        (torch.zeros(2, 3, dtype=int, device="meta"), "prompts: expected a dense .* no values"),
+        (torch.tensor(IDS).to_sparse(), "prompts: expected a dense tensor, got .*sparse"),
+        ({"input_ids": IDS, "mm_token_type_ids": [[0, 1, 1]] * 2}, "mm_token_type_ids: not supp"),
         ([np.array([0.5])], "prompt: expected integers"),
         ([torch.tensor(IDS)], "prompt: expected one, got a batch of 2"),
         (None, "prompts: expected a text, .* or a list of such prompts, got NoneType"),
