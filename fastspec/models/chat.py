@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, cast
 from uuid import uuid4
@@ -107,27 +107,34 @@ def _rendered(
     """Run the template on contents that are texts, or, if it does not read these, on parts.
 
     Templates of models that also take images may look only for parts, and then leave a text out.
+    A text could be found by chance in what a template writes itself, so numbers take its place.
     """
 
-    def render(given: Sequence[Mapping[str, Any]]) -> tuple[str, bool]:
-        text = str(tokenizer.apply_chat_template(cast(Any, given), tokenize=False, **options))
-        asked = (message["content"] for message in messages if message["role"] == "user")
-        return text, all(content.strip() in text for content in asked)
+    def render(given: Iterable[Mapping[str, Any]]) -> str:
+        return str(tokenizer.apply_chat_template(cast(Any, [*given]), tokenize=False, **options))
 
-    text, failure = "", None
+    numbered = [
+        {**message, "content": str(uuid4().int)} if message.get("content") else message
+        for message in messages
+    ]
+    asked = [message for message in numbered if message["role"] == "user"] or numbered
+
+    def reads(form: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> bool:
+        with suppress(*_TEMPLATE_ERRORS):
+            text = render(map(form, numbered))
+            is_complete = all((message.get("content") or "") in text for message in asked)
+            return is_complete and _PARTS_AS_TEXT.search(text) is None
+        return False
+
+    in_parts = not reads(dict) and reads(_in_parts)
     try:
-        text, is_complete = render(messages)
-        if is_complete:
-            return text
+        return render(map(_in_parts, messages) if in_parts else messages)
     except _TEMPLATE_ERRORS as error:
-        failure = error
-    with suppress(*_TEMPLATE_ERRORS):
-        of_parts, is_complete = render([_in_parts(message) for message in messages])
-        if is_complete:
-            return of_parts
-    if failure is not None:
-        raise ValueError(f"messages: the chat template failed: {one_line(failure)}") from failure
-    return text
+        raise ValueError(f"messages: the chat template failed: {one_line(error)}") from error
+
+
+# What a template writes that takes a list of parts for a text.
+_PARTS_AS_TEXT = re.compile(r"""['"]type['"]: *['"]text['"]""")
 
 
 def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -64,12 +64,16 @@ PARTS = (
     "template", [PARTS, "{% if messages[0].content is string %}{{ fail() }}{% endif %}" + PARTS]
 )
 def test_templates_that_read_parts(engine, template):
-    asked = [{"role": "system", "content": "Be brief."}, *HI]
-    assert shown(engine, asked, GREEDY, chat_template=template) == ["[system]Be brief.[user]hi"]
+    for text in ("hi", "user"):  # the template itself writes the second, too
+        asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}]
+        expected = [f"[system]Be brief.[user]{text}"]
+        assert shown(engine, asked, GREEDY, chat_template=template) == expected
 
 
 def test_a_template_that_changes_the_text_gets_texts(engine):
     assert shown(engine, HI, GREEDY, chat_template="{{ messages[0].content | upper }}") == ["HI"]
+    template = "{{ messages[0].content[:2] }}"  # the first parts of a list
+    assert shown(engine, WHY, GREEDY, chat_template=template) == ["wh"]
 
 
 def test_no_second_start_token(engine):
