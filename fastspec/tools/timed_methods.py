@@ -153,7 +153,7 @@ class Methods:
 
     def _trial(self, temperatures: Sequence[float]) -> str | None:
         """The error of Hugging Face's assisted generation on a few tokens, if there is one."""
-        config = self.target.config
+        config = self.target.config.get_text_config(decoder=True)
         num_layers = config.num_hidden_layers  # as early exit changes it
         try:
             with _changed(self, {"max_tokens": _TRIAL_TOKENS}):

@@ -17,6 +17,7 @@ from fastspec.tools.bench import ACCEPTANCE
 from fastspec.tools.settings import BenchConfig
 from fastspec.tools.timed_methods import Methods
 
+from ..architectures import config_of, random_decoder
 from ..models import byte_tokenizer, random_model
 
 DEMO = ["demo", "--num-prompts", "2", "--max-tokens", "8"]
@@ -251,6 +252,16 @@ def test_bench_reads_each_prompt_in_every_run(model_folders):
     for decode in [*methods.by_name().values()] * 2:
         decode(list(range(5, 40)), 0.0, 0)
         assert methods.last_stats.num_cached_prompt_tokens == 0
+
+
+def test_bench_of_a_model_that_also_takes_images(tmp_path):
+    random_decoder(config_of("llava")).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    names, settings = (str(tmp_path), [str(tmp_path)]), BenchConfig(max_tokens=4)
+    methods = Methods(*names, SpecConfig("draft_model", 2), EngineConfig(), settings)
+    texts = {tuple(decode([5, 6, 7], 0.0, 0)) for decode in methods.by_name().values()}
+    assert methods.refused is None
+    assert len(texts) == 1
 
 
 def test_bench_of_early_exit(invoke, bundled, model_folders, tmp_path, monkeypatch):
