@@ -88,6 +88,9 @@ def load_mtp(target: PreTrainedModel) -> MtpDraft:
         raise ValueError(
             f"method: 'mtp' cannot load the layers of {name}: {one_line(error)}"
         ) from error
+    first: Any = layers.layers[0]
+    if first.eh_proj.weight.dtype != target.dtype:
+        first.to(target.dtype)  # transformers reads it as it read the target
     config = layers.config
     del layers.layers[1:]
     config.num_hidden_layers = 1

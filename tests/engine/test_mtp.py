@@ -140,6 +140,14 @@ def test_coupled_samples_are_those_of_plain_decoding(target):
     assert texts[0] == texts[1]
 
 
+def test_targets_converted_after_loading(target):
+    target.to(torch.bfloat16)
+    texts = [
+        ids_of(Engine(target, spec=spec).generate(PROMPTS, GREEDY)) for spec in ("none", "mtp")
+    ]
+    assert texts[0] == texts[1]
+
+
 def test_hf_generate(target):
     options = {"max_new_tokens": NUM_TOKENS, "do_sample": False, "pad_token_id": 0}
     for prompt, text in zip(PROMPTS, texts_of(target), strict=True):
