@@ -246,7 +246,8 @@ class _Batch(NamedTuple):
         positions = model_kwargs.get("position_ids")
         if positions is not None:
             expected = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 0)
-            if positions.ndim != 2 or bool((positions != expected).any()):
+            # [B, n], or [axes, B, n] of models that also place images, equal where there are none.
+            if positions.ndim not in (2, 3) or bool((positions != expected).any()):
                 raise ValueError("position_ids: expected those that follow from attention_mask")
         return cls(input_ids, given, starts, is_encoded)
 

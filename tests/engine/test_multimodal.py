@@ -75,6 +75,18 @@ def test_marks_of_text_and_images():
         hf_generate(model, input_ids, token_type_ids=text + 1, **options)
 
 
+def test_positions_on_several_axes():
+    model = random_decoder(config_of("qwen2_vl"))
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    input_ids = torch.tensor([[0] * 3 + PROMPTS[0], PROMPTS[1][:7]])
+    given = {"input_ids": input_ids, "attention_mask": (input_ids > 0).long()}
+    given["mm_token_type_ids"] = torch.zeros_like(input_ids)
+    assert torch.equal(hf_generate(model, given, **options), model.generate(**given, **options))
+    positions = torch.arange(7).expand(4, 2, -1)
+    with pytest.raises(ValueError, match="position_ids: expected those that follow from"):
+        hf_generate(model, given, position_ids=positions, **options)
+
+
 @pytest.mark.parametrize("model_type", ["vit", "florence2"])
 def test_what_is_no_language_model_is_refused_in_one_line(model_type, tmp_path):
     CONFIG_MAPPING[model_type]().save_pretrained(tmp_path)
