@@ -52,6 +52,7 @@ _REFUSED = (
     *("output_hidden_states", "cache_implementation", "is_assistant", "speculation_type"),
     *("assistant_ensemble_weight", "assistant_confidence_threshold"),
 )
+_ASKED = "num_assistant_tokens, prompt_lookup_num_tokens, assistant_early_exit, use_mtp"
 _DEFAULT_ASSISTANT_TOKENS = 20
 _DEFAULT_NGRAM_SIZE = 2
 # Inputs that `generate` prepares for a forward pass and the engine makes itself.
@@ -125,7 +126,7 @@ class HFGenerator:
             raise ValueError(f"model: this generator is for another {type(self._model).__name__}")
         asked = _asked_spec(generation_config)
         if asked not in (None, self.engine.spec):
-            raise ValueError("num_assistant_tokens, prompt_lookup_num_tokens: set by spec= here")
+            raise ValueError(f"{_ASKED}: set by spec= here")
         _refuse(model, generation_config, model_kwargs)
         batch = _Batch.of(input_ids, inputs_tensor, model_kwargs, self.engine.decoder_start_id)
         if inputs_tensor is not None and batch.is_encoded and not model.training:
@@ -195,7 +196,7 @@ def hf_generate(
             refuse(name, given, "not with assistant_model or another drafter")
     asked = _asked_spec(prepared)
     if asked is not None and spec is not None:
-        raise ValueError("num_assistant_tokens, prompt_lookup_num_tokens: cannot go with spec")
+        raise ValueError(f"{_ASKED}: cannot go with spec")
     if config is None:
         encoded = 0 if inputs_tensor is None else inputs_tensor.shape[1]
         longest = max(prepared.max_length, encoded + 1)
