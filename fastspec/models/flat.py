@@ -282,7 +282,7 @@ def find_layers(model: PreTrainedModel, backend: str) -> list[FlatLayer]:
         return []
     layers, most = [], most_rows(model.device)
     for module in base.layers:
-        found = _weights_of(module, model.dtype)
+        found = _weights_of(module, base.dtype)
         if found is None or not all(is_plain(part) for part in module.modules()):
             return []
         layers.append(FlatLayer(module, module.self_attn.layer_idx, *found, most_rows=most))

@@ -182,7 +182,8 @@ class PagedModel:
         self.backend = backend
         self.name = type(model).__name__
         self.device = model.device
-        self.dtype = model.dtype
+        # Encoders of images or sound, which never run, may have another.
+        self.dtype: torch.dtype = getattr(model.get_decoder(), "dtype", model.dtype)
         self.ranks = ranks_of(model)
         self.cache_dtype = self.dtype
         if kv_cache_dtype == "float8":

@@ -1,5 +1,7 @@
 """Models that also take images or sound write what their `generate` writes without any."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from transformers import CONFIG_MAPPING
@@ -85,6 +87,14 @@ def test_positions_on_several_axes():
     positions = torch.arange(7).expand(4, 2, -1)
     with pytest.raises(ValueError, match="position_ids: expected those that follow from"):
         hf_generate(model, given, position_ids=positions, **options)
+
+
+def test_encoders_of_another_dtype(llava):
+    model = deepcopy(llava).to(torch.bfloat16)
+    expected = ids_of(Engine(model).generate(PROMPTS, GREEDY))
+    model.model.vision_tower.float()
+    assert model.dtype == torch.float32
+    assert ids_of(Engine(model, spec="suffix").generate(PROMPTS, GREEDY)) == expected
 
 
 @pytest.mark.parametrize("model_type", ["vit", "florence2"])
