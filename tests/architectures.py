@@ -84,17 +84,8 @@ NOT_TRIED = {
 # Models that also take images or sound, and that can be made small without much ado.
 MULTIMODAL = (
     *("aria", "aya_vision", "cohere2_vision", "cohere_compass", "cosmos3_omni", "deepseek_vl"),
-    *(
-        "deepseek_vl_hybrid",
-        "exaone4_5",
-        "gemma3",
-        "gemma4",
-        "gemma4_unified",
-        "glm46v",
-        "glm4v",
-        "glm4v_moe",
-        "glm_ocr",
-    ),
+    *("deepseek_vl_hybrid", "exaone4_5", "gemma3", "gemma4", "gemma4_unified", "glm46v", "glm4v"),
+    *("glm4v_moe", "glm_ocr"),
     *("glmasr", "got_ocr2", "hyperclovax_vision_v2", "idefics2", "idefics3", "internvl"),
     *("kimi_k25", "lfm2_vl", "lfm3_vl", "lighton_ocr", "llama4", "llava", "llava_next"),
     *("llava_next_video", "llava_onevision", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7"),
