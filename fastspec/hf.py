@@ -248,7 +248,8 @@ class _Batch(NamedTuple):
         if positions is not None:
             expected = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 0)
             # [B, n], or [axes, B, n] of models that also place images, equal where there are none.
-            if positions.ndim not in (2, 3) or bool((positions != expected).any()):
+            fits = positions.ndim in (2, 3) and positions.shape[-1] == mask.shape[1]
+            if not fits or bool((positions != expected).any()):
                 raise ValueError("position_ids: expected those that follow from attention_mask")
         return cls(input_ids, given, starts, is_encoded)
 

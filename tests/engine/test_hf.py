@@ -325,6 +325,7 @@ def test_outputs_as_mappings(model, drafter):
         {"cache_implementation": "static"},
         {"past_key_values": DynamicCache()},
         {"position_ids": torch.tensor([[5, 6, 7, 8, 9, 10]])},
+        {"position_ids": torch.tensor([[0, 1, 2]])},
         {"token_type_ids": torch.zeros(1, 6, dtype=torch.long)},
         {"use_mtp": True, "drafter": "tiny-draft"},
         {"assistant_early_exit": 1, "prompt_lookup_num_tokens": 3},
