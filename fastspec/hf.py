@@ -11,21 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation.logits_process import (
-    LogitNormalization,
-    MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-    MinPLogitsWarper,
-    NoBadWordsLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-    SynthIDTextWatermarkLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    UnbatchedClassifierFreeGuidanceLogitsProcessor,
-)
 from transformers.generation.stopping_criteria import (
     EosTokenCriteria,
     MaxLengthCriteria,
@@ -42,6 +27,7 @@ from fastspec.config.checks import refuse, require
 from fastspec.drafters.context import DrafterSource
 from fastspec.engine.engine import Engine
 from fastspec.engine.generation_config import is_off
+from fastspec.engine.hf_processors import split_rules, split_warpers
 from fastspec.engine.prompts import as_prompt_list
 
 _HEURISTIC = ("heuristic", "heuristic_transient")  # same here: nothing carries over between calls
@@ -66,14 +52,6 @@ _PREPARED = {
     "position_ids",
     "use_cache",
 }
-# In the order in which the engine applies them, each with its parameter's name.
-_WARPERS = {
-    TemperatureLogitsWarper: "temperature",
-    TopKLogitsWarper: "top_k",
-    TopPLogitsWarper: "top_p",
-    MinPLogitsWarper: "min_p",
-}
-_STATEFUL = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
 
 
 class _EngineOfGenerate(Engine):
@@ -259,8 +237,8 @@ class _Batch(NamedTuple):
         """Return the parameters of each row, with seeds drawn from torch's generator."""
         num_rows, length = self.input_ids.shape
         paddings = [0] * num_rows if self.is_encoded else self.starts
-        rest, sampling = _split_warpers(processors)
-        rules, rest = _split_rules(rest, ends, length, paddings)
+        rest, sampling = split_warpers(processors)
+        rules, rest = split_rules(rest, ends, length, paddings)
         if room is not None:
             rules["min_tokens"] = min(rules["min_tokens"], room)
         seeds = torch.randint(2**63 - 1, (num_rows,)).tolist() if do_sample else [0] * num_rows
@@ -444,77 +422,3 @@ def _split_criteria(
     others = [each for each in criteria if type(each) not in (MaxLengthCriteria, EosTokenCriteria)]
     known = [*chain.from_iterable(ends)]
     return min(limits, default=None), known, StoppingCriteriaList(others) if others else None
-
-
-def _split_warpers(processors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Split off the trailing processors that our sampling parameters can express.
-
-    Only trailing ones in the engine's order: one before another processor must stay before it.
-    """
-    rest, sampling = list(processors), {}
-    while rest and type(rest[-1]) is LogitNormalization:  # changes no probability
-        rest.pop()
-    for kind in reversed(_WARPERS):
-        if rest and type(rest[-1]) is kind:
-            kept, filler = (
-                getattr(rest[-1], name, default)
-                for name, default in (("min_tokens_to_keep", 1), ("filter_value", -torch.inf))
-            )
-            if kept == 1 and filler == -torch.inf:
-                sampling[_WARPERS[kind]] = getattr(rest.pop(), _WARPERS[kind])
-    return rest, sampling
-
-
-def _split_rules(
-    processors: Sequence[Any], ends: list[int], length: int, paddings: list[int]
-) -> tuple[dict[str, Any], list[Any]]:
-    """Turn the leading processors into parameters, which the engine applies first; keep the rest.
-
-    Args:
-        length: length of the padded prompts.
-        paddings: padding tokens before each of them.
-    """
-    for processor in processors:
-        if isinstance(processor, _STATEFUL):
-            name = type(processor).__name__
-            raise ValueError(f"logits_processor: {name} keeps state, which is not supported")
-    rules: dict[str, Any] = {"min_tokens": 0}
-    rest = list(processors)
-    while rest and _take_rule(rest[0], rules, ends, length, paddings):
-        rest.pop(0)
-    return rules, rest
-
-
-def _take_rule(
-    processor: Any, rules: dict[str, Any], ends: list[int], length: int, paddings: list[int]
-) -> bool:
-    """Add a processor's effect to the rules, if they can express it in the same order."""
-    kind = type(processor)
-    if kind is RepetitionPenaltyLogitsProcessor and "repetition_penalty" not in rules:
-        ignored = processor.prompt_ignore_length
-        ignored = ignored.tolist() if isinstance(ignored, Tensor) else ignored
-        if (ignored or [0] * len(paddings)) != paddings:
-            return False
-        rules["repetition_penalty"] = processor.penalty
-    elif kind in (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor):
-        if processor.eos_token_id.tolist() != ends:
-            return False
-        least = (
-            processor.min_length
-            if kind is MinLengthLogitsProcessor
-            else (processor.prompt_length_to_skip + processor.min_new_tokens)
-        )
-        rules["min_tokens"] = max(rules["min_tokens"], least - length)
-    elif kind in (SequenceBiasLogitsProcessor, NoBadWordsLogitsProcessor):
-        biases = processor.sequence_bias
-        is_ban = all(bias == -torch.inf for bias in biases.values())
-        comes_first = rules == {"min_tokens": 0}  # penalties come after biases
-        if any(len(ids) != 1 for ids in biases) or not (is_ban or comes_first):
-            return False
-        rules["logit_bias"] = rules.get("logit_bias", {}) | {i: b for (i,), b in biases.items()}
-    elif kind is SuppressTokensLogitsProcessor:
-        banned = dict.fromkeys(processor.suppress_tokens.tolist(), -torch.inf)
-        rules["logit_bias"] = rules.get("logit_bias", {}) | banned
-    else:
-        return False
-    return True
