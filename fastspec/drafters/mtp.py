@@ -11,8 +11,7 @@ from fastspec.config.checks import one_line
 from fastspec.drafters.context import DrafterContext, DrafterPlan
 from fastspec.drafters.eagle3.drafter import Eagle3Drafter
 from fastspec.drafters.eagle3.model import StateReader
-from fastspec.models.layout import LAST_STATE, PagedStep
-from fastspec.models.paged_model import PassThroughCache
+from fastspec.models.layout import PagedStep
 from fastspec.models.sharded import ranks_of
 
 
@@ -34,23 +33,11 @@ class MtpDraft(StateReader):
         self.embed_tokens, self.lm_head = layers.embed_tokens, layers.shared_head
         self.norm = nn.Identity()  # its states are normed
 
-    @property
-    def target_layers(self) -> list[int]:
-        return [LAST_STATE]
-
-    @property
-    def numbers_beside(self) -> int:
-        return 2 * self.config.hidden_size
-
-    def fuse(self, states: Tensor) -> Tensor:
-        return states
-
     def advance(
         self, embeddings: Tensor, hidden: Tensor, position_ids: Tensor, paged_step: PagedStep
     ) -> Tensor:
-        cache: Any = PassThroughCache()
         return self.mtp.forward_layer(
-            0, hidden, position_ids, cache, inputs_embeds=embeddings, paged_step=paged_step
+            0, hidden, position_ids, None, inputs_embeds=embeddings, paged_step=paged_step
         )
 
 

@@ -99,6 +99,10 @@ def chat_text(
     return text
 
 
+# What a template writes that takes a list of parts for a text.
+_PARTS_AS_TEXT = re.compile(r"""['"]type['"]: *['"]text['"]""")
+
+
 def _rendered(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Mapping[str, Any]],
@@ -131,10 +135,6 @@ def _rendered(
         return render(map(_in_parts, messages) if in_parts else messages)
     except _TEMPLATE_ERRORS as error:
         raise ValueError(f"messages: the chat template failed: {one_line(error)}") from error
-
-
-# What a template writes that takes a list of parts for a text.
-_PARTS_AS_TEXT = re.compile(r"""['"]type['"]: *['"]text['"]""")
 
 
 def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:

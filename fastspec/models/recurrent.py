@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from fastspec.models.layout import Span, StateKey
-from fastspec.models.twin import rebound, replaced
+from fastspec.models.twin import rebound, replaced, trial_rows
 
 _STATE_METHODS = {"update_conv_state", "update_recurrent_state"}
 _CACHE_NAMES = {"cache_params", "past_key_values", "cache"}  # the last from transformers 5.24 on
@@ -105,10 +105,8 @@ class RecurrentLayers:
         for module in modules:
             if type(module) not in self._kinds:
                 size = text_config.hidden_size
-                count, given = 2 * _TRIAL_TOKENS * size, {"dtype": torch.float32, "device": "cpu"}
-                trial = torch.linspace(-9.0, 9.0, count, **given).sin().view(1, -1, size)
-                trial = trial.to(twin.device, twin.dtype)
-                self._kinds[type(module)] = self._try(module, trial)
+                trial = trial_rows(2 * _TRIAL_TOKENS, size, twin.device, twin.dtype)
+                self._kinds[type(module)] = self._try(module, trial[None])
             module.__dict__["forward"] = partial(self._forward, module)
 
     def resume(self, key: StateKey, start: int) -> int:

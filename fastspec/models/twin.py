@@ -249,6 +249,12 @@ def is_as_exact(ours: Tensor, theirs: Tensor, truth: Tensor) -> bool:
     return bool(truth.any() and (error(ours) <= 4 * error(theirs) + rounding).all())
 
 
+def trial_rows(count: int, size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return rows [count, size] to try a module on."""
+    values = torch.linspace(-9.0, 9.0, count * size, dtype=torch.float32, device=device)
+    return values.sin().view(count, size).to(dtype)
+
+
 def wider_copy(module: Any, dtype: torch.dtype) -> Any:
     """A copy with weights of a wider type, without our kernels."""
     memo: dict[int, Any] = {
@@ -265,8 +271,7 @@ def _take_over(module: Any, kernel: Forward) -> None:
     """Replace a module's forward by a kernel if that is as exact on a trial input."""
     weight, forward = _weight_of(module), _with_kernel(module, kernel)
     size = weight.shape[-1]
-    given = {"dtype": torch.float32, "device": weight.device}
-    trial = torch.linspace(-9.0, 9.0, 2 * size, **given).sin().view(2, size).to(weight.dtype)
+    trial = trial_rows(2, size, weight.device, weight.dtype)
     wider = WIDER[weight.dtype]
     truth = wider_copy(module, wider)
     theirs = type(module).forward(module, trial)

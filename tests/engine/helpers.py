@@ -34,6 +34,10 @@ def hugging_face_greedy(model, prompt, max_new_tokens=NUM_TOKENS):
     return _GREEDY_TEXTS[key]
 
 
+def ids_of(outputs):
+    return [list(output.token_ids) for output in outputs]
+
+
 def generated_greedily(model, prompt, max_new_tokens=NUM_TOKENS):
     """The same for a model with hooks or with functions of its own."""
     input_ids = torch.tensor([prompt])

@@ -12,7 +12,7 @@ from transformers.modeling_layers import MtpModel
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig, hf_generate
 
 from ..architectures import PROMPTS, config_of, random_decoder
-from .helpers import generated_greedily
+from .helpers import generated_greedily, ids_of
 from .probes import drafter_of
 
 pytestmark = pytest.mark.skipif(
@@ -63,10 +63,6 @@ def target(tmp_path, monkeypatch):
 
 def texts_of(model):
     return [list(generated_greedily(model, prompt, NUM_TOKENS)) for prompt in PROMPTS]
-
-
-def ids_of(outputs):
-    return [list(output.token_ids) for output in outputs]
 
 
 @pytest.mark.parametrize("model_type", KINDS)

@@ -10,7 +10,7 @@ from fastspec import Engine, SamplingParams, SpecConfig, hf_generate
 
 from ..architectures import PROMPTS, config_of, random_decoder
 from ..models import byte_tokenizer
-from .helpers import generated_greedily
+from .helpers import generated_greedily, ids_of
 
 NUM_TOKENS = 12
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -32,10 +32,6 @@ def llava():
 @pytest.fixture(scope="module")
 def expected(llava):
     return [list(generated_greedily(llava, prompt, NUM_TOKENS)) for prompt in PROMPTS]
-
-
-def ids_of(outputs):
-    return [list(output.token_ids) for output in outputs]
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)

@@ -168,7 +168,7 @@ class Eagle3Layer(EagleLayer):
 
 
 class StateReader(PreTrainedModel, GenerationMixin):
-    """A draft model of one layer that reads its target's hidden states.
+    """A draft model of one layer that reads its target's hidden states, by default the last one.
 
     Row i reads the embedding of token i and a hidden state of token i - 1 (the target's if known,
     else its own), and predicts token i + 1.
@@ -184,16 +184,16 @@ class StateReader(PreTrainedModel, GenerationMixin):
     @property
     def target_layers(self) -> list[int]:
         """Layers of the target whose inputs it reads, or `LAST_STATE`."""
-        raise NotImplementedError
+        return [LAST_STATE]
 
     @property
     def numbers_beside(self) -> int:
         """Numbers per token in pages other than keys and values: hidden states of both models."""
-        raise NotImplementedError
+        return 2 * self.config.hidden_size
 
     def fuse(self, states: Tensor) -> Tensor:
         """Combine the target's concatenated states to the input [..., E] of a row."""
-        raise NotImplementedError
+        return states
 
     def advance(
         self, embeddings: Tensor, hidden: Tensor, position_ids: Tensor, paged_step: PagedStep
@@ -323,14 +323,6 @@ class Eagle1Draft(EagleDraft):
         self.norm = nn.Identity()
         self.post_init()
 
-    @property
-    def target_layers(self) -> list[int]:
-        return [LAST_STATE]
-
-    @property
-    def numbers_beside(self) -> int:
-        return 2 * self.fc.out_features
-
     def set_whole_ends(self, embeddings: Tensor, head: Tensor, bias: Tensor | None) -> None:
         """Set frozen embeddings, and a head [V, E] that may be the target's own."""
         self.embed_tokens = nn.Embedding.from_pretrained(embeddings)
@@ -340,9 +332,6 @@ class Eagle1Draft(EagleDraft):
         if bias is not None:
             linear.bias = nn.Parameter(bias, requires_grad=False)
         self.lm_head = linear
-
-    def fuse(self, states: Tensor) -> Tensor:
-        return states
 
     def join(self, embeddings: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         joined = self.fc(torch.cat([embeddings, hidden], dim=-1))
