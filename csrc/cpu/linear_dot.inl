@@ -105,7 +105,6 @@ FASTSPEC_INLINE void write_tile(const Product& product, const float (*sums)[kTil
                                 int64_t row, int64_t rows, int64_t n, int64_t outputs,
                                 Element weights) {
   static_assert(kNativeLanes == kOutputTile && kNativeLanes == kTileRowsOfAmx);
-  constexpr int64_t kFewRows = 2;  // written directly, which is faster than transposing all
   float bias[kOutputTile] = {};
   if (product.bias != nullptr) {
     with_type(weights, [&](auto type) {
@@ -116,7 +115,7 @@ FASTSPEC_INLINE void write_tile(const Product& product, const float (*sums)[kTil
   with_type(product.out_element, [&](auto type) {
     using Out = std::remove_const_t<std::remove_pointer_t<decltype(type)>>;
     Out* out = static_cast<Out*>(product.out) + row * product.num_outputs + n;
-    if (rows <= kFewRows || outputs < kOutputTile) {
+    if (outputs < kOutputTile) {
       for (int64_t r = 0; r < rows; ++r, out += product.num_outputs) {
         for (int64_t i = 0; i < outputs; ++i) convert(sums[i][r] + bias[i], out + i);
       }
