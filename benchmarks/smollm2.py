@@ -24,6 +24,8 @@ BESIDE_PEERS = "--max-tokens 24"
 RUNS = (
     f"{ALONE} --method eagle3 -k 3 --confidence-threshold 0.3 --draft-bits 8",
     f"{ALONE} --method eagle3 -k 3 --confidence-threshold 0.3 --suffix-tokens 8 --draft-bits 8",
+    # Where a pass over some more rows costs no more, as with AMX.
+    f"{ALONE} --method eagle3 -k 5 --confidence-threshold 0.2 --suffix-tokens 10 --draft-bits 8",
     f"{ALONE} --method eagle3 -k 2 --tree-nodes 4",
     f"{ALONE} --method eagle3 -k 2 --tree-nodes 6 --tree-suffix 5",
     f"{ALONE} --method glide -k 2 --confidence-threshold 0.3 --draft-bits 8",

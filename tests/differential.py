@@ -41,7 +41,7 @@ _VARIANTS = {
     "eagle3_tree": SpecConfig("eagle3", tree_nodes=9, tree_width=3, **_K),
     "eagle3_of_copy": SpecConfig("cascade", draft_bits=8),
 }
-_LEFT_OUT = ("auto", "none", "mtp")  # the bundled pair has no MTP layers
+_LEFT_OUT = ("auto", "none", "mtp", "gemma_assistant")  # nothing bundled has their drafts
 METHODS = (*_VARIANTS, *(name for name in methods() if name not in _LEFT_OUT))
 
 

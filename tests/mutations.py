@@ -511,7 +511,7 @@ MUTATIONS = [
     *_of(
         "fastspec/drafters/eagle3/drafter.py",
         "tests/engine/test_graphed_drafts.py",
-        ("num_blocks * self.block_size + 1, size", "num_blocks * self.block_size, size"),
+        ("self._unwritten + 2, size", "self._unwritten, size"),
         ("x.start + x.count <= x.target_len for x in filled", "x.count for x in filled"),
         ("torch.where(known, slots, self._slots_of_parents(spans, parents))", "slots"),
     ),

@@ -111,8 +111,8 @@ class EngineConfig(Options):
         choice("auto", "on", "off"),
         "Replay passes over few tokens as CUDA graphs: auto (where possible), on or off.",
         "If a model on a GPU cannot be captured, auto logs a warning once and on raises an error."
-        " Encoder-decoders, models with recurrent layers and models that attend in chunks are never"
-        " captured.",
+        " Encoder-decoders, models with recurrent layers, models that attend in chunks and Gemma 4"
+        " assistants are never captured.",
     )
     compile_modules: bool = option(
         False,

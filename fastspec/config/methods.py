@@ -184,6 +184,15 @@ BUILT_IN = (
         own_writer="the MTP layer",
     ),
     Method(
+        "gemma_assistant",
+        "a Gemma 4 assistant, which reads the target's cache and hidden states",
+        _MODEL | _CHAIN | TREE_FIELDS | LOOKUP_FIELDS,
+        needs_draft=True,
+        reads_target="the target's cache and hidden states",
+        own_writer="the assistant",
+        is_tried=True,
+    ),
+    Method(
         "tree",
         "token trees from a draft model",
         _MODEL | TREE_FIELDS | LOOKUP_FIELDS | _TOKENIZER | _BITS,
@@ -193,7 +202,11 @@ BUILT_IN = (
     ),
 )
 # What to call the kinds of drafts that only the method of the same name runs.
-OWN_DRAFTS = {"glide": "a GLIDE model", "eagle3": "an EAGLE draft"}
+OWN_DRAFTS = {
+    "glide": "a GLIDE model",
+    "eagle3": "an EAGLE draft",
+    "gemma_assistant": "a Gemma 4 assistant",
+}
 # Fields that a method reads only if it says so; all others are read whatever the method, except
 # FIELDS_OF_DRAFTS, which method none refuses.
 FIELDS_OF_METHODS = frozenset().union(*(method.fields for method in BUILT_IN))

@@ -245,7 +245,8 @@ class SpecConfig(Options):
         " K.",
         "Greedy drafts make the tree of the highest cumulative draft probability; sampled drafts"
         " one of a fixed, balanced shape. In a batch with any sampled drafts, all trees have the"
-        " fixed shape. suffix, eagle3 and mtp draft chains unless a tree option is given.",
+        " fixed shape. suffix, eagle3, mtp and gemma_assistant draft chains unless a tree option is"
+        " given.",
         usual=16,
     )
     tree_paths: Sequence[Sequence[int]] | None = option(

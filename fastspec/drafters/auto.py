@@ -5,14 +5,14 @@ from typing import Literal
 
 from transformers import PreTrainedModel
 
-from fastspec.drafters import draft_model, eagle3, glide
+from fastspec.drafters import draft_model, eagle3, gemma_assistant, glide
 from fastspec.drafters.base import Drafter
 from fastspec.drafters.context import DrafterContext, DrafterPlan
 from fastspec.models.loading import ReadConfig, load_config
 from fastspec.models.reduced_vocabulary import is_reduced
 
-BUILDERS = {"glide": glide, "eagle3": eagle3}  # by kind; all others are draft models
-DraftKind = Literal["glide", "eagle3", "reduced", "model"]
+BUILDERS = {"glide": glide, "eagle3": eagle3, "gemma_assistant": gemma_assistant}
+DraftKind = Literal["glide", "eagle3", "gemma_assistant", "reduced", "model"]
 
 
 def kind_of(
@@ -27,6 +27,8 @@ def kind_of(
         return "glide"
     if eagle3.is_eagle(source, read_config):
         return "eagle3"
+    if gemma_assistant.is_assistant(source, read_config):
+        return "gemma_assistant"
     is_stored = not isinstance(source, PreTrainedModel)
     return "reduced" if is_stored and is_reduced("drafter", source, read_config) else "model"
 

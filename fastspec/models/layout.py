@@ -73,8 +73,7 @@ class Span(NamedTuple):
 
     Attributes:
         encoder_input: input of the encoder of an encoder-decoder.
-        target_len: leading tokens that the target has cached as well, which a GLIDE draft attends
-            to.
+        target_len: leading tokens that the target has cached as well, which a draft may attend to.
         first_read_len: length of the text that was read first, see `RotaryLengths` and
             `RecurrentLayers`.
         state_key: identifies the states that recurrent layers keep for the sequence.
@@ -118,7 +117,7 @@ class PagedStep:
         inputs: pages for the inputs of some layers.
         given: these inputs, [T, E] by layer, for `store_inputs`.
         chunks: the pass as seen by each layer that attends in chunks, by layer index.
-        target_view: what a draft reads of its target: `PagedStates` or `PagedGlimpse`.
+        target_view: what a draft reads of its target, such as `PagedStates`.
         calls: calls of our attention, recorded only in the trial pass.
     """
 

@@ -1,5 +1,7 @@
 """Decoders and encoder-decoders on the paged cache: what each excludes, and which fit together."""
 
+import inspect
+
 from transformers import PreTrainedModel
 
 from fastspec.config import EngineConfig
@@ -20,6 +22,10 @@ def paged_model_of(
         raise ValueError(
             f"kv_cache_dtype: {type(model).__name__} is an encoder-decoder; its attention cannot"
             f" read {config.kv_cache_dtype}"
+        )
+    if "shared_kv_states" in inspect.signature(model.forward).parameters:
+        raise ValueError(
+            f"{type(model).__name__}: reads another model's cache, so it can only draft for it"
         )
     kind = EncoderDecoderModel if is_encoder_decoder else PagedModel
     paged_model = kind(model, config.backend, config.kv_cache_dtype, weight_bits)

@@ -17,6 +17,7 @@ from fastspec.drafters.auto import kind_of
 from fastspec.drafters.cascade import numbered
 from fastspec.drafters.context import DrafterContext
 from fastspec.drafters.eagle3 import Eagle1Draft, EagleDraft, load_eagle
+from fastspec.drafters.gemma_assistant import is_assistant
 from fastspec.drafters.glide import GlideLlamaForCausalLM, load_glide
 from fastspec.drafters.reencoding import is_reencoded
 from fastspec.engine.engine import Engine
@@ -119,7 +120,8 @@ class Methods:
         self._draft = None if isinstance(draft, (GlideLlamaForCausalLM, EagleDraft)) else draft
         # To sample, universal assisted generation changes the model that it is given.
         self._sampled_draft = copy_of_modules(draft) if own_tokenizer and draft else self._draft
-        if self._draft is not None and own_tokenizer is None:
+        runs_alone = self._draft is not None and not is_assistant(self._draft)
+        if self._draft is not None and runs_alone and own_tokenizer is None:
             engine = Engine(self._draft, spec=SpecConfig("none"), config=config)
             if engine.max_model_len >= self._engine.max_model_len:
                 self._engines["draft"] = engine
@@ -288,6 +290,8 @@ def load_named_draft(name: str, context: DrafterContext) -> PreTrainedModel:
     kind = kind_of(name, context.read_config)
     if kind == "eagle3":
         return load_eagle(name, context.config, context.target_model)
+    if kind == "gemma_assistant":
+        return load_model("draft", name, context.config_of_files)
     load = partial(load_glide, target=context.target_model) if kind == "glide" else None
     return context.load_pretrained(name, load, "draft")
 
@@ -304,11 +308,12 @@ def _tokenizer_of_reencoded(
 
 def _level_names(drafts: Sequence[PreTrainedModel]) -> list[str]:
     """Return what a cascade's counters call the passes of its draft models."""
-    kinds = {GlideLlamaForCausalLM: "glide", Eagle1Draft: "eagle", EagleDraft: "eagle3"}
+    kinds = {"reduced": "draft_model", "model": "draft_model"}
+    found = map(kind_of, drafts)
     return numbered(
         [
-            next((name for kind, name in kinds.items() if isinstance(draft, kind)), "draft_model")
-            for draft in drafts
+            "eagle" if isinstance(draft, Eagle1Draft) else kinds.get(kind, kind)
+            for draft, kind in zip(drafts, found, strict=True)
         ]
     )
 

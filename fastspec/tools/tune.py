@@ -165,10 +165,9 @@ class Planner:
         Times come from decoding all prompts while the number of draft tokens changes from step to
         step. With one number throughout, other tokens would be accepted, because a step begins
         where the one before it ended: greedy texts, which do not depend on the drafts, are drafted
-        again for each number (see `tools.simulate`); others are decoded again, as are those of a
-        GLIDE or EAGLE draft and of early exit, which read the target's states. Cascades, trees and
-        drafts with copies first, whose steps vary, are measured only with 0 and K, as the means of
-        whole texts.
+        again for each number (see `tools.simulate`); others are decoded again, as are those of
+        drafters that read more of the target. Cascades, trees and drafts with copies first, whose
+        steps vary, are measured only with 0 and K, as the means of whole texts.
 
         Raises:
             ValueError: a prompt, drafter or option that cannot be used, or too few tokens to

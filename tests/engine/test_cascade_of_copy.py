@@ -126,6 +126,20 @@ def test_drafts_of_one_kind_are_told_apart(tmp_path):
     assert {*engine.stats.num_draft_passes} == {"quantized", "eagle3_1", "eagle3_2"}
 
 
+def test_drafts_that_review_read_no_states_of_other_requests(tmp_path):
+    """They read several tokens in one pass, which knows the state before the first one only."""
+    model = random_model("llama", hidden_size=64)
+    drafts = [drafter_for("eagle3", model, tmp_path)] * 2
+    config = EngineConfig(block_size=4, num_blocks=200)
+    spec = spec_of(4, ((4, 0, 0), (0, 4, 1), (0, 0, 4)))
+    engine = Engine(model, drafts, spec=spec, config=config)
+    prompts = [[1, 2, 200, 201] * 6, PROMPTS[1]] * 4
+    params = [SamplingParams(temperature=1, seed=seed, max_tokens=28) for seed in range(8)]
+    together = [output.token_ids for output in engine.generate(prompts, params)]
+    pairs = zip(prompts, params, strict=True)
+    assert together == [engine.generate([p], one)[0].token_ids for p, one in pairs]
+
+
 def test_a_draft_that_is_enabled_replaces_the_cascade_and_says_so(caplog):
     model = random_model()
     engine = Engine(model, spec=SpecConfig("cascade", draft_bits=8))

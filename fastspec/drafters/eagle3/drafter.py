@@ -37,8 +37,9 @@ class EagleRunner(ModelRunner):
     ):
         self._inputs_read = [half.view(-1, *half.shape[2:]) for half in inputs]  # by slot
         super().__init__(paged_model, num_blocks, config)
-        size = paged_model.model.config.hidden_size
-        shape = num_blocks * self.block_size + 1, size  # the last for rows without a slot, -1
+        size = paged_model.model.state_size
+        self._unwritten = num_blocks * self.block_size  # always zero
+        shape = self._unwritten + 2, size  # the last for rows without a slot, -1
         self._own = torch.zeros(shape, dtype=paged_model.dtype, device=self.device)
 
     def forward(
@@ -124,10 +125,15 @@ class EagleRunner(ModelRunner):
         return torch.where(known, slots, self._slots_of_parents(spans, parents)), known
 
     def _slots_read(self, spans: list[Span], is_known: list[bool]) -> list[int]:
-        """Return each row's own slot for the target's state, the one before it for the draft's."""
+        """Return each row's own slot for the target's state, the one before it for the draft's,
+        or zeros for a state that the same pass computes."""
         rows = [(span, place) for span in spans for place in positions_of(span)]
         return [
-            span.slot(place if known else place - 1, self.block_size)
+            span.slot(place, self.block_size)
+            if known
+            else self._unwritten
+            if place > span.start
+            else span.slot(place - 1, self.block_size)
             for (span, place), known in zip(rows, is_known, strict=True)
         ]
 

@@ -101,14 +101,17 @@ class PagedStates:
                 return self.own.index_select(0, self.slots)[None]
             differs = not all(is_known)
             is_known = device_tensor(is_known, torch.bool, self.own.device) if differs else None
-        states = torch.cat([half.index_select(0, self.slots) for half in self.inputs], dim=-1)
+        slots = self.slots
+        if is_known is not None:
+            slots = slots.clamp(max=len(self.inputs[0]) - 1)  # `own` has a few more
+        states = torch.cat([half.index_select(0, slots) for half in self.inputs], dim=-1)
         fused = fuse(states.flatten(1).to(self.own.dtype))
         if is_known is not None:
             fused = torch.where(is_known[:, None], fused, self.own[self.slots])
         return fused[None]
 
     def keep(self, hidden: Tensor) -> None:
-        """Store the draft's hidden state of each row [1, T, E], before its norm."""
+        """Store the states of the rows, [1, T, E], for later rows."""
         self.own[self.row_slots] = hidden[0]
 
 
@@ -168,7 +171,7 @@ class Eagle3Layer(EagleLayer):
 
 
 class StateReader(PreTrainedModel, GenerationMixin):
-    """A draft model of one layer that reads its target's hidden states, by default the last one.
+    """A draft model that reads its target's hidden states, by default the last one.
 
     Row i reads the embedding of token i and a hidden state of token i - 1 (the target's if known,
     else its own), and predicts token i + 1.
@@ -187,9 +190,14 @@ class StateReader(PreTrainedModel, GenerationMixin):
         return [LAST_STATE]
 
     @property
+    def state_size(self) -> int:
+        """Size of the hidden states that rows read."""
+        return self.config.hidden_size
+
+    @property
     def numbers_beside(self) -> int:
         """Numbers per token in pages other than keys and values: hidden states of both models."""
-        return 2 * self.config.hidden_size
+        return 2 * self.state_size
 
     def fuse(self, states: Tensor) -> Tensor:
         """Combine the target's concatenated states to the input [..., E] of a row."""
@@ -200,6 +208,10 @@ class StateReader(PreTrainedModel, GenerationMixin):
     ) -> Tensor:
         """Return the draft's hidden states [1, T, E] from what each row reads, [1, T, E] each."""
         raise NotImplementedError
+
+    def handed_on(self, hidden: Tensor) -> Tensor:
+        """Return the states [1, T, E] that later rows read, from those of `advance`."""
+        return hidden
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embed_tokens
@@ -221,7 +233,7 @@ class StateReader(PreTrainedModel, GenerationMixin):
         hidden = torch.zeros_like(embeddings) if states is None else states.read(self.fuse)
         hidden = self.advance(embeddings, hidden, position_ids, paged_step)
         if states is not None:
-            states.keep(hidden)
+            states.keep(self.handed_on(hidden))
         rows = slice(None) if isinstance(logits_to_keep, int) else logits_to_keep
         return CausalLMOutputWithPast(logits=self.lm_head(self.norm(hidden[:, rows])))
 
