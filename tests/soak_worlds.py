@@ -11,7 +11,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from fastspec import SpecConfig
 
+from .architectures import config_of, random_decoder
 from .engine import eagle1_models, eagle3_models
+from .engine.assistant_models import random_assistant
 from .engine.glide_models import random_glide
 from .models import VOCAB_SIZE, perturbed, random_model, random_t5
 
@@ -87,6 +89,12 @@ EAGLE_TREES = {
     "eagle cape": SpecConfig("eagle3", 2, cape=True),
     "eagle branch": SpecConfig("eagle3", 2, tree_nodes=7, tree_suffix=3),
     "eagle or copies": SpecConfig("eagle3", 2, tree_nodes=6, suffix_tokens=4),
+}
+ASSISTANT = {
+    "assistant": SpecConfig("gemma_assistant", 3),
+    "assistant copies": SpecConfig("gemma_assistant", 3, suffix_tokens=5, confidence_threshold=0.2),
+    "assistant tree": SpecConfig("gemma_assistant", 3, tree_nodes=7, tree_width=2),
+    "assistant of copy": SpecConfig("cascade", draft_bits=8),
 }
 # Drafts of these read the cache or the hidden states of a copy of the target.
 EAGLE_OF_COPY = {"eagle of copy": SpecConfig("cascade", draft_bits=8)}
@@ -165,6 +173,7 @@ _DRAFTS: dict[str, Callable[[PreTrainedModel, Path], Any]] = {
     "eagle1": _eagle(eagle1_models),
     "eagle3": _eagle(eagle3_models),
     "respelled": _other_spelling,
+    "assistant": lambda target, folder: random_assistant(target),
 }
 
 
@@ -211,6 +220,13 @@ WORLDS = (
         lambda: _poisoned(random_model("llama")),
         by_kind(EXIT, eagle3=EAGLE_CHAINS | EAGLE_TREES | EAGLE_OF_COPY, glide=GLIDE_OF_COPY),
         num_tokens=128,
+    ),
+    Setting(
+        "gemma4",
+        6,
+        lambda: _poisoned(random_decoder(config_of("gemma4_text"))),
+        by_kind(assistant=ASSISTANT),
+        num_tokens=160,
     ),
     Setting(
         "qwen3",

@@ -6,10 +6,11 @@ import torch
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig, hf_generate
 
 from ..architectures import PROMPTS, config_of, random_decoder
+from .assistant_models import random_assistant
 from .helpers import ALPHA, VOCAB_SIZE, generated_greedily, ids_of, p_value
 from .probes import drafter_of
 
-gemma4_assistant = pytest.importorskip("transformers.models.gemma4_assistant")
+pytest.importorskip("transformers.models.gemma4_assistant")
 
 NUM_TOKENS = 20
 CLUSTERS = {
@@ -20,35 +21,6 @@ CLUSTERS = {
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
 
-def assistant_of(target, **options):
-    """A random assistant of two layers, which read layers of both types."""
-    size = target.config.get_text_config(decoder=True).hidden_size
-    text_config = config_of(
-        "gemma4_text",
-        **{
-            "hidden_size": 24,
-            "num_hidden_layers": 2,
-            "num_kv_shared_layers": 2,
-            "layer_types": ["sliding_attention", "full_attention"],
-            "hidden_size_per_layer_input": 0,
-            "vocab_size_per_layer_input": 0,
-            "vocab_size": target.config.get_text_config(decoder=True).vocab_size,
-        },
-    )
-    config = gemma4_assistant.Gemma4AssistantConfig(
-        text_config=text_config, backbone_hidden_size=size, **options
-    )
-    torch.manual_seed(1)
-    model = gemma4_assistant.Gemma4AssistantForCausalLM(config).eval()
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.dim() > 1:
-                weight.normal_(std=weight.shape[-1] ** -0.5)
-        if model.masked_embedding is not None:
-            model.masked_embedding.token_ordering.copy_(torch.randperm(text_config.vocab_size))
-    return model
-
-
 @pytest.fixture(scope="module")
 def target():
     return random_decoder(config_of("gemma4_text"))
@@ -56,7 +28,7 @@ def target():
 
 @pytest.fixture(scope="module")
 def assistant(target):
-    return assistant_of(target)
+    return random_assistant(target)
 
 
 def texts_of(model):
@@ -103,7 +75,7 @@ def noted_drafts(engine):
     ids=["whole head", "clusters"],
 )
 def test_drafts_are_those_of_transformers(target, options):
-    assistant = assistant_of(target, **options)
+    assistant = random_assistant(target, **options)
     engine = Engine(target, assistant, spec=SpecConfig(num_speculative_tokens=3))
     drafts = noted_drafts(engine)
     assert ids_of(engine.generate(PROMPTS, GREEDY)) == texts_of(target)
@@ -162,7 +134,7 @@ def test_samples_follow_the_target(heads, options):
     target = random_decoder(config_of("gemma4_text", vocab_size=VOCAB_SIZE, **ids))
     sampling = {"temperature": 0.7, "top_k": 4}
     spec = SpecConfig("gemma_assistant", 2, **options)
-    assert p_value((target, assistant_of(target, **heads)), sampling, spec) > ALPHA
+    assert p_value((target, random_assistant(target, **heads)), sampling, spec) > ALPHA
 
 
 def test_coupled_samples_are_those_of_plain_decoding(target, assistant):
@@ -196,7 +168,7 @@ def test_targets_whose_layers_share_their_keys(assistant):
 
 def test_targets_that_also_take_images(assistant):
     target = random_decoder(config_of("gemma4"))
-    engine = Engine(target, assistant_of(target))
+    engine = Engine(target, random_assistant(target))
     assert drafter_of(engine).name == "gemma_assistant"
     assert ids_of(engine.generate(PROMPTS, GREEDY)) == texts_of(target)
 
@@ -220,7 +192,7 @@ def test_targets_that_do_not_fit(target, assistant):
     with pytest.raises(
         ValueError, match=r"has weights in torch.bfloat16, its target in torch.float32"
     ):
-        Engine(target, assistant_of(target).to(torch.bfloat16))
+        Engine(target, random_assistant(target).to(torch.bfloat16))
     with pytest.raises(ValueError, match="draft_bits: not for a Gemma 4 assistant"):
         Engine(target, assistant, spec=SpecConfig(draft_bits=8))
     with pytest.raises(ValueError, match="made for 263 tokens, its target has 300"):
