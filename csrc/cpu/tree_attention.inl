@@ -10,7 +10,7 @@ namespace fastspec::cpu::FASTSPEC_ISA {
 namespace {
 
 constexpr float kMinusInfinity = -kInfinity;
-constexpr int64_t kGroupForTiles = 7;  // query heads of a KV head
+constexpr int64_t kGroupForTiles = 4;  // query heads of a KV head
 constexpr int64_t kRowsToPack = 32;    // of a KV head
 constexpr int64_t kKeyStep = 16;       // keys before switching to the next KV head
 
