@@ -64,18 +64,18 @@ class AssistantDraft(StateReader):
         if assistant.masked_embedding is not None:
             self.lm_head = ClusteredHead(assistant.masked_embedding, assistant.lm_head)
         self.norm = nn.Identity()  # its states are normed
+        heads = self.model.config.num_attention_heads
+        parts = (layer.self_attn for layer in self.model.layers)
+        # For each layer, the type of the target's layer that it reads, and its heads.
+        self.layers_read: list[tuple[str, HeadShape]] = [
+            (part.layer_type, (heads // part.num_key_value_groups, part.head_dim)) for part in parts
+        ]
 
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = True  # as its decoder
 
     @property
     def state_size(self) -> int:
         return self.config.backbone_hidden_size
-
-    def layers_read(self) -> list[tuple[str, HeadShape]]:
-        """Return, for each layer, the type of the target's layer that it reads, and its heads."""
-        parts = [layer.self_attn for layer in self.model.layers]
-        heads = self.model.config.num_attention_heads
-        return [(a.layer_type, (heads // a.num_key_value_groups, a.head_dim)) for a in parts]
 
     def advance(
         self, embeddings: Tensor, hidden: Tensor, position_ids: Tensor, paged_step: PagedStep
@@ -86,7 +86,7 @@ class AssistantDraft(StateReader):
         # Rows without slots: nothing of these is stored.
         unused = {
             kind: (embeddings.new_zeros((1, heads, count, size)),) * 2
-            for kind, (heads, size) in self.layers_read()
+            for kind, (heads, size) in self.layers_read
         }
         read = self.pre_projection(torch.cat([embeddings, hidden], dim=-1))
         positions = position_ids if view is None else step.context_lens.long()[None]
@@ -175,7 +175,7 @@ class GemmaAssistantDrafter(Eagle3Drafter):
         config = target.paged_model.model.config.get_text_config(decoder=True)
         types = list(getattr(config, "layer_types", None) or ())
         caches = {}
-        for index, (kind, heads) in enumerate(draft.layers_read()):
+        for index, (kind, heads) in enumerate(draft.layers_read):
             found = [layer for layer, each in enumerate(types) if each == kind]
             if not found:
                 raise ValueError(f"drafter: reads a layer of type {kind!r}, the target has none")

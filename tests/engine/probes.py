@@ -22,6 +22,21 @@ def drafter_of(engine):
     return engine._speculation.drafter
 
 
+def noted_drafts(engine):
+    """The drafts of an engine from now on, by the text before them."""
+    drafts, drafter = {}, drafter_of(engine)
+    propose = drafter.propose
+
+    def noted(batch):
+        proposal = propose(batch)
+        for request, ids in zip(batch.requests, proposal.token_ids.tolist(), strict=True):
+            drafts[tuple(request.token_ids)] = [token for token in ids if token >= 0]
+        return proposal
+
+    drafter.propose = noted
+    return drafts
+
+
 def draft_model_of(engine):
     """What runs the draft model and keeps its cache, also where it drafts a tree."""
     return draft_model.draft_model_of(drafter_of(engine))

@@ -8,7 +8,7 @@ from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig, hf_genera
 from ..architectures import PROMPTS, config_of, random_decoder
 from .assistant_models import random_assistant
 from .helpers import ALPHA, VOCAB_SIZE, generated_greedily, ids_of, p_value
-from .probes import drafter_of
+from .probes import drafter_of, noted_drafts
 
 pytest.importorskip("transformers.models.gemma4_assistant")
 
@@ -51,21 +51,6 @@ def drafted_by_transformers(target, assistant, text, count):
         )
         hidden, token = out.last_hidden_state, out.logits.argmax(dim=-1)
         drafts.append(int(token))
-    return drafts
-
-
-def noted_drafts(engine):
-    """The drafts of an engine from now on, by the text before them."""
-    drafts, drafter = {}, drafter_of(engine)
-    propose = drafter.propose
-
-    def noted(batch):
-        proposal = propose(batch)
-        for request, ids in zip(batch.requests, proposal.token_ids.tolist(), strict=True):
-            drafts[tuple(request.token_ids)] = [token for token in ids if token >= 0]
-        return proposal
-
-    drafter.propose = noted
     return drafts
 
 

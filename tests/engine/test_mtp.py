@@ -13,7 +13,7 @@ from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig, hf_genera
 
 from ..architectures import PROMPTS, config_of, random_decoder
 from .helpers import generated_greedily, ids_of
-from .probes import drafter_of
+from .probes import noted_drafts
 
 pytestmark = pytest.mark.skipif(
     not hasattr(MtpModel, "forward_layer"), reason="of an older transformers"
@@ -68,7 +68,7 @@ def texts_of(model):
 @pytest.mark.parametrize("model_type", KINDS)
 def test_drafts_are_those_of_transformers(model_type, tmp_path, monkeypatch):
     target = target_with_layer(model_type, tmp_path, monkeypatch)
-    theirs, ours = {}, {}
+    theirs = {}
     get_candidates = MTPCandidateGenerator.get_candidates
 
     def recorded(self, input_ids, *args, **kwargs):
@@ -82,16 +82,9 @@ def test_drafts_are_those_of_transformers(model_type, tmp_path, monkeypatch):
     target.generate(torch.tensor(PROMPTS[1:]), use_mtp=True, pad_token_id=0, **options)
 
     engine = Engine(target, spec=SpecConfig("mtp", 1))
-    drafter = drafter_of(engine)
-    propose = drafter.propose
-
-    def noted(batch):
-        proposal = propose(batch)
-        ours[len(batch.requests[0].token_ids)] = proposal.token_ids[0].tolist()
-        return proposal
-
-    monkeypatch.setattr(drafter, "propose", noted)
+    drafts = noted_drafts(engine)
     assert ids_of(engine.generate(PROMPTS[1:], GREEDY)) == texts_of(target)[1:]
+    ours = {len(text): draft for text, draft in drafts.items()}
     shared = theirs.keys() & ours.keys()
     assert len(shared) > NUM_TOKENS // 2
     assert {place: ours[place] for place in shared} == {place: theirs[place] for place in shared}

@@ -127,15 +127,14 @@ class EagleRunner(ModelRunner):
     def _slots_read(self, spans: list[Span], is_known: list[bool]) -> list[int]:
         """Return each row's own slot for the target's state, the one before it for the draft's,
         or zeros for a state that the same pass computes."""
+
+        def slot_read(span: Span, place: int, known: bool) -> int:
+            if not known and place > span.start:
+                return self._unwritten
+            return span.slot(place if known else place - 1, self.block_size)
+
         rows = [(span, place) for span in spans for place in positions_of(span)]
-        return [
-            span.slot(place, self.block_size)
-            if known
-            else self._unwritten
-            if place > span.start
-            else span.slot(place - 1, self.block_size)
-            for (span, place), known in zip(rows, is_known, strict=True)
-        ]
+        return [slot_read(*row, known) for row, known in zip(rows, is_known, strict=True)]
 
     def _slots_of_parents(self, spans: list[Span], parents: Tensor) -> Tensor:
         """Return the slots [T] int64 of each row's parent's state, for rows of token trees."""
