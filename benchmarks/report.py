@@ -54,6 +54,7 @@ def results_page(records: list[dict]) -> str:
     others = (
         "end_to_end",
         "first_token",
+        "same_ids",
         "llama_cpp",
         "llama_server",
         "batches",
@@ -71,6 +72,8 @@ def results_page(records: list[dict]) -> str:
         parts.append("No end-to-end run is recorded yet.")
     if real := real_runs(records):
         parts += ["## SmolLM2-135M-Instruct", smollm2(real)]
+    if runs := [record for record in records if record["op"] == "same_ids"]:
+        parts += ["### Same ids as `generate`", same_ids(runs[-1])]
     if peers := {r["dtype"]: r for r in records if r["op"] == "llama_cpp"}:
         parts += ["### Plain decoding compared with llama.cpp", llama_cpp(list(peers.values()))]
     if runs := [record for record in records if record["op"] == "llama_server"]:
@@ -366,6 +369,24 @@ def over_peer(row: dict) -> str:
 
 def cell(row: dict | None, show: Callable[[dict], str]) -> str:
     return "-" if row is None else show(row)
+
+
+def same_ids(record: dict) -> str:
+    """Table of the methods whose greedy ids were compared with those of transformers."""
+    num_prompts = record["num_prompts"]
+    lines = [
+        f"Greedy ids of SmolLM2 in {record['dtype']}, compared with those of transformers'"
+        f" `generate`: {record['num_tokens']} tokens for {num_prompts} chat prompts, each ended by"
+        " the end-of-sequence token or by the limit (`python -m benchmarks.same_ids`).",
+        "",
+        *table_head("method", "prompts with equal ids", "tokens per target step"),
+    ]
+    for name, row in record["methods"].items():
+        method = "plain decoding" if name == "none" else f"`{name.split(',')[0]}`"
+        method += name.removeprefix(name.split(",")[0])
+        equal = f"{row['equal']} of {num_prompts}"
+        lines.append(table_row(method, equal, f"{row['tokens_per_step']:.2f}"))
+    return "\n".join([*lines, "", where(record)])
 
 
 def lenience(record: dict) -> str:

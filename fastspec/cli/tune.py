@@ -45,7 +45,7 @@ class TuneOptions(Options):
         listed("comma-separated names", TEXT),
         "Comma-separated methods to try; by default prompt_lookup, mag and suffix; with a draft"
         " model also draft_model (the first of several) and cascade (with several k_matrices); with"
-        " a GLIDE or EAGLE draft or a Gemma 4 assistant, glide, eagle3 or gemma_assistant; with"
+        " a GLIDE, EAGLE or DFlash draft or a Gemma 4 assistant, the method of that kind; with"
         " --exit-layers, early_exit; with --draft-bits, quantized; with --tree-nodes, tree. mtp is"
         " tried only if named.",
     )

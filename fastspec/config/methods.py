@@ -177,6 +177,15 @@ BUILT_IN = (
         is_tried=True,
     ),
     Method(
+        "dflash",
+        "a draft that guesses a block of tokens in one pass, from the target's hidden states",
+        _MODEL | _BITS | {"confidence_threshold"},
+        needs_draft=True,
+        reads_target="the target's hidden states",
+        own_writer="the DFlash draft",
+        is_tried=True,
+    ),
+    Method(
         "mtp",
         "the target's own layer for multi-token prediction (MTP), as a chain or a tree",
         _MODEL | _CHAIN | TREE_FIELDS | LOOKUP_FIELDS | _BITS,
@@ -205,6 +214,7 @@ BUILT_IN = (
 OWN_DRAFTS = {
     "glide": "a GLIDE model",
     "eagle3": "an EAGLE draft",
+    "dflash": "a DFlash draft",
     "gemma_assistant": "a Gemma 4 assistant",
 }
 # Fields that a method reads only if it says so; all others are read whatever the method, except

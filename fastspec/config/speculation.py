@@ -76,7 +76,7 @@ class SpecConfig(Options):
             "n_spec_tokens (Colossal-Inference, in enable_spec_dec)",
         ),
         flags=("--num-speculative-tokens", "-k"),
-        usual={"": 5, "suffix": 24, "mtp": 3},
+        usual={"": 5, "suffix": 24, "mtp": 3, "dflash": 15},
     )
     draft_sample_method: str | None = option(
         None,

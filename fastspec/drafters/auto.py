@@ -5,14 +5,19 @@ from typing import Literal
 
 from transformers import PreTrainedModel
 
-from fastspec.drafters import draft_model, eagle3, gemma_assistant, glide
+from fastspec.drafters import dflash, draft_model, eagle3, gemma_assistant, glide
 from fastspec.drafters.base import Drafter
 from fastspec.drafters.context import DrafterContext, DrafterPlan
 from fastspec.models.loading import ReadConfig, load_config
 from fastspec.models.reduced_vocabulary import is_reduced
 
-BUILDERS = {"glide": glide, "eagle3": eagle3, "gemma_assistant": gemma_assistant}
-DraftKind = Literal["glide", "eagle3", "gemma_assistant", "reduced", "model"]
+BUILDERS = {
+    "glide": glide,
+    "dflash": dflash,
+    "eagle3": eagle3,
+    "gemma_assistant": gemma_assistant,
+}
+DraftKind = Literal["glide", "dflash", "eagle3", "gemma_assistant", "reduced", "model"]
 
 
 def kind_of(
@@ -25,6 +30,8 @@ def kind_of(
     """
     if glide.is_glide(source, read_config):
         return "glide"
+    if dflash.is_dflash(source, read_config):
+        return "dflash"
     if eagle3.is_eagle(source, read_config):
         return "eagle3"
     if gemma_assistant.is_assistant(source, read_config):

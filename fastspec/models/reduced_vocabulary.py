@@ -135,6 +135,29 @@ def reduced_rows(target: PreTrainedModel, token_ids: Tensor) -> Tensor:
     return weight[token_ids.to(weight.device)]
 
 
+def stored_token_ids(tensors: dict[str, Tensor], vocab_size: int) -> Tensor:
+    """Return the tokens [R] that a draft of a published layout can write; removes the maps for them
+    from `tensors`.
+
+    Raises:
+        ValueError: the maps name tokens twice or outside the vocabulary, or contradict each other.
+    """
+    offsets, is_known = tensors.pop("d2t", None), tensors.pop("t2d", None)
+    num_ids = vocab_size if offsets is None else len(offsets)
+    token_ids = torch.arange(num_ids, device="cpu") + (0 if offsets is None else offsets.long())
+    if not 0 <= int(token_ids.min()) <= int(token_ids.max()) < vocab_size:
+        raise ValueError(f"d2t: names tokens outside the target's vocabulary of {vocab_size}")
+    named, counts = token_ids.unique(return_counts=True)
+    if len(named) < num_ids:
+        raise ValueError(f"d2t: names token {int(named[counts > 1][0])} more than once")
+    if is_known is not None:
+        marked = is_known.flatten().nonzero().flatten()
+        if not torch.equal(marked, named):
+            says = "there is no d2t" if offsets is None else "d2t names other tokens"
+            raise ValueError(f"t2d: marks {len(marked)} of {vocab_size} tokens, but {says}")
+    return token_ids
+
+
 def is_reduced(field: str, source: str | Path, read_config: ReadConfig = load_config) -> bool:
     """Whether a draft model takes embeddings from its target; `field` names it in errors."""
     return hasattr(read_config(field, source), _FIELD)

@@ -16,6 +16,7 @@ from fastspec.config.methods import OWN_DRAFTS, method_named
 from fastspec.drafters.auto import kind_of
 from fastspec.drafters.cascade import numbered
 from fastspec.drafters.context import DrafterContext
+from fastspec.drafters.dflash import DFlashDraft, load_dflash
 from fastspec.drafters.eagle3 import Eagle1Draft, EagleDraft, load_eagle
 from fastspec.drafters.gemma_assistant import is_assistant
 from fastspec.drafters.glide import GlideLlamaForCausalLM, load_glide
@@ -39,7 +40,7 @@ class Methods:
     Hugging Face's assisted generation appears twice: drafting K tokens in each step, as ours does
     ("hf_assisted"), and with its own defaults ("hf_assisted_default"). Without a draft model ours
     proposes by spec.method, and theirs by its prompt lookup; theirs also uses prompt lookup with a
-    GLIDE or EAGLE draft, which it cannot run. If ours uses early exit, so does theirs. Assisted
+    GLIDE, EAGLE or DFlash draft, which it cannot run. If ours uses early exit, so does theirs. Assisted
     generation, or early exit, that fails on a few tokens is left out. The parts of a cascade are
     also run by themselves, and so is the draft model ("draft"), if it accepts texts as long as the
     target's, with the same ids, and needs no target: its speed is the upper limit for drafting.
@@ -117,7 +118,8 @@ class Methods:
             for name, (part, model) in (parts | {"mag": (mag, None)}).items():
                 self.parts[name] = part
                 self._engines[name] = Engine(self.target, model, spec=part, config=config)
-        self._draft = None if isinstance(draft, (GlideLlamaForCausalLM, EagleDraft)) else draft
+        is_ours = isinstance(draft, (GlideLlamaForCausalLM, EagleDraft, DFlashDraft))
+        self._draft = None if is_ours else draft
         # To sample, universal assisted generation changes the model that it is given.
         self._sampled_draft = copy_of_modules(draft) if own_tokenizer and draft else self._draft
         runs_alone = self._draft is not None and not is_assistant(self._draft)
@@ -288,8 +290,9 @@ def drafter_context(
 def load_named_draft(name: str, context: DrafterContext) -> PreTrainedModel:
     """A draft model of any kind for a loaded target; see `DrafterContext.load_pretrained`."""
     kind = kind_of(name, context.read_config)
-    if kind == "eagle3":
-        return load_eagle(name, context.config, context.target_model)
+    if kind in ("eagle3", "dflash"):
+        load = load_eagle if kind == "eagle3" else load_dflash
+        return load(name, context.config, context.target_model)
     if kind == "gemma_assistant":
         return load_model("draft", name, context.config_of_files)
     load = partial(load_glide, target=context.target_model) if kind == "glide" else None

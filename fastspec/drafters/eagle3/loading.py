@@ -1,19 +1,16 @@
 """Loads EAGLE draft models from folders of the published layouts."""
 
 import json
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from pickletools import genops
 from typing import Any, cast
-from zipfile import BadZipFile, ZipFile
+from zipfile import BadZipFile
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.utils.hub import cached_file
 
 from fastspec.config import EngineConfig
 from fastspec.config.checks import require
@@ -26,17 +23,15 @@ from fastspec.drafters.eagle3.model import (
 )
 from fastspec.models.loading import SPECULATORS, ReadConfig, load_config, load_model
 from fastspec.models.named import folder_of
-from fastspec.models.reduced_vocabulary import reduced_rows
+from fastspec.models.reduced_vocabulary import reduced_rows, stored_token_ids
 from fastspec.models.sharded import whole
+from fastspec.models.weight_files import check_shape, fill, read_weights, weight_names
 
 _ARCHITECTURE = "LlamaForCausalLMEagle3"
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _EMBEDDINGS, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _UNREADABLE = (OSError, ValueError, RuntimeError, SafetensorError, BadZipFile)
 _WEIGHTS = "model.safetensors"
-_PICKLED = "pytorch_model.bin"
-_INDEX = ".index.json"  # index of weights in several files
-_FILES = (_WEIGHTS, _WEIGHTS + _INDEX, _PICKLED, _PICKLED + _INDEX)
 
 
 def is_eagle(source: str | Path | PreTrainedModel, read_config: ReadConfig = load_config) -> bool:
@@ -53,9 +48,10 @@ def is_eagle(source: str | Path | PreTrainedModel, read_config: ReadConfig = loa
     if getattr(config, "num_hidden_layers", None) != 1 or folder.is_file():
         return False
     try:
-        return "fc.weight" in _weight_names(folder if folder.is_dir() else source)
+        names = weight_names(folder if folder.is_dir() else source)
     except _UNREADABLE:
         return False  # loading it will report what is wrong
+    return "fc.weight" in map(_own_name, names)
 
 
 def load_eagle(
@@ -96,7 +92,7 @@ def save_eagle3(draft: Eagle3Draft, folder: Path) -> None:
 def _read(
     path: str | Path, target: PreTrainedModel, use_safetensors: bool = False, **options: Any
 ) -> EagleDraft:
-    tensors = _weights(path, use_safetensors)
+    tensors = _by_own_names(read_weights(path, use_safetensors))
     large = target.config.get_text_config(decoder=True)
     head: Any = target.get_output_embeddings()
     known = {
@@ -142,7 +138,7 @@ def _third_version(
     stored: dict[str, Any], tensors: dict[str, Tensor], target: PreTrainedModel
 ) -> EagleDraft:
     vocab_size = stored["vocab_size"]
-    token_ids = _token_ids(tensors, vocab_size)
+    token_ids = stored_token_ids(tensors, vocab_size)
     layers = stored.get(_LAYER_IDS)  # vLLM: the layer that reads a state
     if written := (stored.get("eagle_config") or {}).get(_LAYER_IDS):
         layers = [index + 1 for index in written]  # SGLang: the layer that writes it
@@ -156,24 +152,6 @@ def _third_version(
     ends = _ends(tensors, target, "EAGLE-3 draft", draft, head)
     draft.set_ends(*ends, token_ids.to(target.device), vocab_size)
     return draft
-
-
-def _token_ids(tensors: dict[str, Tensor], vocab_size: int) -> Tensor:
-    """Return the tokens [R] that a draft can write; removes the maps for them from `tensors`."""
-    offsets, is_known = tensors.pop("d2t", None), tensors.pop("t2d", None)
-    num_ids = vocab_size if offsets is None else len(offsets)
-    token_ids = torch.arange(num_ids, device="cpu") + (0 if offsets is None else offsets.long())
-    if not 0 <= int(token_ids.min()) <= int(token_ids.max()) < vocab_size:
-        raise ValueError(f"d2t: names tokens outside the target's vocabulary of {vocab_size}")
-    named, counts = token_ids.unique(return_counts=True)
-    if len(named) < num_ids:
-        raise ValueError(f"d2t: names token {int(named[counts > 1][0])} more than once")
-    if is_known is not None:
-        marked = is_known.flatten().nonzero().flatten()
-        if not torch.equal(marked, named):
-            says = "there is no d2t" if offsets is None else "d2t names other tokens"
-            raise ValueError(f"t2d: marks {len(marked)} of {vocab_size} tokens, but {says}")
-    return token_ids
 
 
 def _ends(
@@ -192,25 +170,14 @@ def _ends(
     head = tensors.pop(_HEAD, head)
     own = dict(draft.named_parameters())
     own.pop(_EMBEDDINGS)
-    if names := own.keys() ^ tensors.keys():
-        is_missing = min(names) in own
-        raise ValueError(f"is no {kind}: {min(names)} is {'missing' if is_missing else 'new'}")
+    fill(own, tensors, kind)
     config: EagleConfig = draft.config
     ends = {
         _EMBEDDINGS: whole(embeddings.detach())[: config.vocab_size],
         _HEAD: whole(cast(Tensor, head).detach()),
     }
-    shapes = {name: tuple(weight.shape) for name, weight in own.items()}
-    shapes[_EMBEDDINGS] = config.vocab_size, config.hidden_size
-    shapes[_HEAD] = config.draft_vocab_size, config.hidden_size
-    for name, weight in (tensors | ends).items():
-        if tuple(weight.shape) != shapes[name]:
-            raise ValueError(
-                f"{name} has shape {tuple(weight.shape)}, but for this target it is {shapes[name]}"
-            )
-    with torch.no_grad():
-        for name, weight in own.items():
-            weight.copy_(tensors[name])
+    check_shape(_EMBEDDINGS, ends[_EMBEDDINGS], (config.vocab_size, config.hidden_size))
+    check_shape(_HEAD, ends[_HEAD], (config.draft_vocab_size, config.hidden_size))
     return [part.to(target.device, target.dtype) for part in ends.values()]
 
 
@@ -228,16 +195,7 @@ def _config(path: str | Path) -> dict[str, Any]:
     return layer | stored
 
 
-def _weights(path: str | Path, use_safetensors: bool = False) -> dict[str, Tensor]:
-    """Read the weights of a folder or hub id, by the names of our modules.
-
-    Args:
-        use_safetensors: read only safetensors files.
-    """
-    weights: dict[str, Tensor] = {}
-    for file in _files(path, _FILES[:2] if use_safetensors else _FILES):
-        is_pickled = file.endswith(".bin")
-        weights |= torch.load(file, "cpu", weights_only=True) if is_pickled else load_file(file)
+def _by_own_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     # Rotary frequencies are computed, and not always stored.
     return {
         _own_name(name): weight
@@ -246,38 +204,5 @@ def _weights(path: str | Path, use_safetensors: bool = False) -> dict[str, Tenso
     }
 
 
-def _weight_names(path: str | Path) -> set[str]:
-    """Return weight names without reading weights; all strings of a pickle, without running it."""
-    names: set[str] = set()
-    for file in _files(path, _FILES):
-        if file.endswith(".bin"):
-            with ZipFile(file) as stored:
-                (inner,) = (name for name in stored.namelist() if name.endswith("/data.pkl"))
-                names |= {arg for _, arg, _ in genops(stored.read(inner)) if isinstance(arg, str)}
-        else:
-            with safe_open(file, "pt") as stored:
-                names |= {*stored.keys()}
-    return {_own_name(name) for name in names}
-
-
 def _own_name(name: str) -> str:
     return name.removeprefix("model.").replace("layers.0.", "midlayer.")
-
-
-def _files(path: str | Path, kinds: tuple[str, ...]) -> Iterator[str]:
-    """Yield the weight files of the first of these kinds that exists."""
-    for name in kinds:
-        file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
-        if file is None:
-            continue
-        if not name.endswith(_INDEX):
-            yield file
-            return
-        index = json.loads(Path(file).read_text(encoding="utf-8"))
-        places = index.get("weight_map") if isinstance(index, dict) else None
-        if not isinstance(places, dict):
-            raise ValueError(f"{name}: expected a weight_map")
-        for part in sorted({str(part) for part in places.values()}):
-            yield str(cached_file(path, part))
-        return
-    raise ValueError(f"has none of {kinds}")

@@ -1,0 +1,123 @@
+"""SmolLM2's greedy ids in float32 by every method, compared with those of transformers' `generate`.
+
+`python -m benchmarks.same_ids` decodes the bundled chat prompts with each method and appends a
+record; `python -m benchmarks.report` prints it. SmolLM2 has to be fetched. Nothing is timed, so
+what else runs on the machine does not matter. Words given on the command line choose the methods
+that contain one of them, and then nothing is recorded. `--draft DIR` names a plain draft that
+`fastspec train draft` made for SmolLM2; without it the methods that need one are left out.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
+from fastspec.cli.prompts import bundled_prompts, tokenize_prompts
+from fastspec.models.loading import load_model, load_tokenizer
+from fastspec.tools.bench import describe_environment
+
+RECORDS = Path(__file__).parent / "results" / "same_ids.jsonl"
+TARGET = "smollm2"
+CONFIG = EngineConfig(dtype="float32", device="cpu")
+# The draft that comes with fastspec, where a method does not choose it by itself.
+DRAFTS = {"cascade, 8-bit copy, eagle3": "smollm2-eagle3"}
+_EAGLE3 = {"num_speculative_tokens": 3, "confidence_threshold": 0.3}
+_GLIDE = {"num_speculative_tokens": 2, "confidence_threshold": 0.3}
+SPECS = {
+    "none": SpecConfig("none"),
+    "prompt_lookup": SpecConfig("prompt_lookup", num_speculative_tokens=4),
+    "ngram": SpecConfig("ngram", num_speculative_tokens=4),
+    "mag": SpecConfig("mag", num_speculative_tokens=4),
+    "suffix": SpecConfig("suffix", num_speculative_tokens=6),
+    "early_exit": SpecConfig("early_exit", exit_layer=20, num_speculative_tokens=2),
+    "quantized": SpecConfig("quantized", num_speculative_tokens=5),
+    "quantized, copies": SpecConfig("quantized", num_speculative_tokens=5, suffix_tokens=8),
+    "eagle3": SpecConfig("eagle3", **_EAGLE3),
+    "eagle3, 8 bits": SpecConfig("eagle3", draft_bits=8, **_EAGLE3),
+    "eagle3, 8 bits, copies": SpecConfig("eagle3", draft_bits=8, suffix_tokens=8, **_EAGLE3),
+    "eagle3, tree": SpecConfig("eagle3", num_speculative_tokens=2, tree_nodes=4),
+    "eagle3, tree, copied branch": SpecConfig(
+        "eagle3", num_speculative_tokens=2, tree_nodes=6, tree_suffix=5
+    ),
+    "glide": SpecConfig("glide", **_GLIDE),
+    "glide, copies": SpecConfig("glide", suffix_tokens=8, **_GLIDE),
+    "cascade, 8-bit copy, eagle3": SpecConfig("cascade", draft_bits=8),
+}
+SPECS_OF_A_DRAFT = {
+    "draft_model": SpecConfig("draft_model", num_speculative_tokens=2),
+    "draft_model, copies": SpecConfig("draft_model", num_speculative_tokens=2, suffix_tokens=8),
+    "tree": SpecConfig("tree", num_speculative_tokens=2, tree_nodes=4),
+    "cascade, draft and MaG": SpecConfig("cascade", k_matrix=[[1, 8], [0, 0]]),
+}
+
+
+@torch.no_grad()
+def of_generate(target: str, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+    """What transformers writes after each prompt."""
+    model = load_model("target", target, CONFIG)
+    new_ids = []
+    for prompt in tqdm(prompts, desc="generate"):
+        ids = torch.tensor([prompt])
+        mask = torch.ones_like(ids)
+        out = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=max_tokens)
+        new_ids.append(out[0, len(prompt) :].tolist())
+    return new_ids
+
+
+def compared(
+    engine: Engine, prompts: list[list[int]], expected: list[list[int]]
+) -> dict[str, float]:
+    """Of how many prompts our ids are the expected ones, and what a pass brought."""
+    params = SamplingParams(temperature=0, max_tokens=max(map(len, expected)))
+    outputs = [engine.generate([prompt], params)[0] for prompt in tqdm(prompts)]
+    equal = sum([*out.token_ids] == ids for out, ids in zip(outputs, expected, strict=True))
+    stats = engine.stats
+    per_step = round(stats.num_output_tokens / stats.num_steps, 2)
+    return {"equal": equal, "tokens_per_step": per_step}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("words", nargs="*", help="of the methods to compare; by default all")
+    parser.add_argument("--draft", metavar="DIR", help="a draft of `fastspec train draft`")
+    parser.add_argument("--num-prompts", type=int, default=20)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    options = parser.parse_args()
+    specs = dict(SPECS) if options.draft is None else SPECS | SPECS_OF_A_DRAFT
+    if options.words:
+        specs = {
+            name: spec for name, spec in specs.items() if any(w in name for w in options.words)
+        }
+    tokenizer = load_tokenizer("target", TARGET)
+    prompts = tokenize_prompts(tokenizer, bundled_prompts(options.num_prompts, chat=True), True)
+    expected = of_generate(TARGET, prompts, options.max_tokens)
+    methods = {}
+    for name, spec in specs.items():
+        draft = options.draft if name in SPECS_OF_A_DRAFT else DRAFTS.get(name)
+        engine = Engine(TARGET, draft, spec=spec, config=CONFIG)
+        methods[name] = compared(engine, prompts, expected)
+        sys.stderr.write(f"{name}: {json.dumps(methods[name])}\n")
+    record = {
+        "op": "same_ids",
+        "target": TARGET,
+        "dtype": CONFIG.dtype,
+        "num_prompts": len(prompts),
+        "num_tokens": sum(map(len, expected)),
+        "methods": methods,
+        **describe_environment(),
+    }
+    if options.words:
+        print(json.dumps(record))
+    else:
+        with RECORDS.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+    if any(row["equal"] < len(prompts) for row in methods.values()):
+        raise SystemExit("some ids differ")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""Loads DFlash draft models from folders of the published layouts."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from fastspec.config import EngineConfig
+from fastspec.config.checks import require
+from fastspec.drafters.dflash.model import DFlashConfig, DFlashDraft
+from fastspec.models.loading import SPECULATORS, ReadConfig, load_config, load_model
+from fastspec.models.reduced_vocabulary import ReducedHead, reduced_rows, stored_token_ids
+from fastspec.models.sharded import ranks_of
+from fastspec.models.weight_files import check_shape, fill, read_weights
+
+_ARCHITECTURE = "DFlashDraftModel"
+MODEL_TYPE = "muse_glimmer_assistant"  # transformers' own
+_EMBEDDINGS, _HEAD = "embed_tokens.weight", "lm_head.weight"
+_NAMES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}  # transformers' to ours
+
+
+def is_dflash(source: str | Path | PreTrainedModel, read_config: ReadConfig = load_config) -> bool:
+    """Whether a model is a DFlash draft, by its configuration."""
+    if isinstance(source, PreTrainedModel):
+        return isinstance(source, DFlashDraft) or source.config.model_type == MODEL_TYPE
+    config = read_config("drafter", source)
+    is_named = _ARCHITECTURE in (config.architectures or ())
+    is_ours = config.model_type in (MODEL_TYPE, DFlashConfig.model_type)
+    return is_named or is_ours or getattr(config, SPECULATORS, None) == "dflash"
+
+
+def load_dflash(
+    source: str | Path | PreTrainedModel, config: EngineConfig, target: PreTrainedModel | None
+) -> PreTrainedModel:
+    """Load a DFlash draft onto the device, in the target's dtype, with the target's embeddings and,
+    unless it has its own, its head.
+
+    Raises:
+        ValueError: there is no target, or the model cannot be loaded or does not fit the target.
+    """
+    if target is None:
+        raise ValueError("drafter: DFlash reads the target's hidden states, but there is no target")
+    if target.config.is_encoder_decoder:
+        raise ValueError("drafter: DFlash drafts for decoders, the target is an encoder-decoder")
+    if ranks_of(target) is not None:
+        raise ValueError("drafter: a DFlash draft needs a whole target, this one is split")
+    loaded = load_model("drafter", source, config, partial(_read, target=target), target)
+    if loaded.config.model_type != MODEL_TYPE:
+        return loaded
+    try:
+        made: Any = _made(loaded.config.to_dict(), {**loaded.state_dict()}, target)
+    except ValueError as error:
+        raise ValueError(f"drafter: {type(loaded).__name__}: {error}") from error
+    return made.to(target.device)
+
+
+def _read(
+    path: str | Path, target: PreTrainedModel, use_safetensors: bool = False, **options: Any
+) -> PreTrainedModel:
+    stored, _ = PreTrainedConfig.get_config_dict(path)
+    return _made(stored, read_weights(path, use_safetensors), target)
+
+
+def _made(
+    stored: dict[str, Any], tensors: dict[str, Tensor], target: PreTrainedModel
+) -> DFlashDraft:
+    """Make a draft from a configuration and weights of any layout."""
+    for theirs, ours in _NAMES.items():
+        tensors = {name.replace(theirs, ours): weight for name, weight in tensors.items()}
+    large = target.config.get_text_config(decoder=True)
+    embeddings: Any = target.get_input_embeddings()
+    head: Any = target.get_output_embeddings()
+    vocab_size = len(head.weight)
+    token_ids = stored_token_ids(tensors, vocab_size)
+    fields = _fields(stored) | {
+        "vocab_size": vocab_size,
+        "draft_vocab_size": len(token_ids),
+        "target_hidden_size": large.hidden_size,
+    }
+    config = DFlashConfig.from_dict(fields)
+    size = config.hidden_size
+    fits = size == large.hidden_size
+    require("hidden_size", size, fits, f"{large.hidden_size}, as it reads its target's embeddings")
+    draft: Any = DFlashDraft(config)
+    draft.to(target.dtype)
+    tensors.pop(_EMBEDDINGS, None)  # equal to the target's
+    own_head = tensors.pop(_HEAD, None)
+    fill(dict(draft.named_parameters()), tensors, "DFlash draft")
+    draft.embed_tokens = embeddings
+    if hasattr(embeddings, "embed_norm"):  # a block reads them without the target's norm
+        draft.embed_tokens = nn.Embedding.from_pretrained(embeddings.weight.detach())
+    draft.lm_head = head
+    if len(token_ids) < vocab_size:
+        rows = reduced_rows(target, token_ids) if own_head is None else own_head
+        check_shape(_HEAD, rows, (len(token_ids), size))
+        places = token_ids.to(target.device)
+        draft.lm_head = ReducedHead(rows.to(target.device, target.dtype), places, vocab_size)
+    elif own_head is not None:
+        check_shape(_HEAD, own_head, (vocab_size, size))
+        draft.lm_head = nn.Linear(size, vocab_size, bias=False, device="meta")
+        draft.lm_head.weight = nn.Parameter(own_head.to(target.device, target.dtype))
+    return draft.eval()
+
+
+def _fields(stored: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of `DFlashConfig` that a configuration of any layout names."""
+    if SPECULATORS in stored:
+        return _fields_of_speculators(stored)
+    nested = stored.get("dflash_config") or {}
+    if stored.get("model_type") == MODEL_TYPE:
+        stored = {"use_sliding_window": True, **stored}
+    given = {**stored, **nested}
+    written = given.get("target_layer_ids") or _usual_layers(stored)
+    known = {
+        "model_type": DFlashConfig.model_type,
+        # Theirs are the layers that write a state, ours those that read it.
+        "target_layers": [layer + 1 for layer in written],
+        "block_size": given.get("block_size", 16),
+        "mask_token_id": given.get("mask_token_id"),
+    }
+    require("mask_token_id", known["mask_token_id"], known["mask_token_id"] is not None, "a token")
+    return stored | known
+
+
+def _fields_of_speculators(stored: dict[str, Any]) -> dict[str, Any]:
+    kind = stored[SPECULATORS]
+    require(SPECULATORS, kind, kind == "dflash", "'dflash'")
+    for name, usual in (("sample_from_anchor", False), ("projector_type", "dflash")):
+        given = stored.get(name, usual)
+        require(name, given, given == usual, f"{usual!r}, as other drafts are not supported")
+    layer = stored.get("transformer_layer_config")
+    require("transformer_layer_config", layer, isinstance(layer, dict), "a mapping")
+    assert isinstance(layer, dict)
+    return layer | {
+        "model_type": DFlashConfig.model_type,
+        "target_layers": stored.get("aux_hidden_state_layer_ids"),
+        "block_size": stored.get("block_size", 8),
+        "mask_token_id": stored.get("mask_token_id"),
+        "windows_are_causal": not stored.get("sliding_window_non_causal", False),
+    }
+
+
+def _usual_layers(stored: dict[str, Any]) -> list[int]:
+    """Return the layers whose outputs are read if the configuration names none: spread evenly."""
+    total, count = stored.get("num_target_layers"), stored.get("num_hidden_layers", 1)
+    require("target_layer_ids", None, total is not None, "the layers of the target that it reads")
+    assert total is not None
+    if count == 1:
+        return [total // 2]
+    return [round(1 + index * (total - 4) / (count - 1)) for index in range(count)]

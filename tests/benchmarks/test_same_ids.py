@@ -1,0 +1,42 @@
+"""The comparison of our greedy ids with those of `generate`, on the bundled pair."""
+
+from benchmarks import report, same_ids
+from fastspec import Engine, SpecConfig
+from fastspec.config.methods import methods
+from fastspec.models.loading import load_tokenizer
+
+
+def test_ids_are_compared_and_told():
+    tokenizer = load_tokenizer("target", "tiny")
+    prompts = [tokenizer(text).input_ids for text in ("import os\n", "def add(a, b):\n")]
+    expected = same_ids.of_generate("tiny", prompts, max_tokens=12)
+    rows = {}
+    for name in ("none", "draft_model"):
+        engine = Engine("tiny", spec=SpecConfig(name), config=same_ids.CONFIG)
+        rows[name] = same_ids.compared(engine, prompts, expected)
+    assert rows["none"] == {"equal": 2, "tokens_per_step": 1.0}
+    assert rows["draft_model"]["equal"] == 2
+    assert rows["draft_model"]["tokens_per_step"] > 1
+    expected[1][-1] += 1
+    assert same_ids.compared(engine, prompts, expected)["equal"] == 1
+    record = {
+        "cpu": "a processor",
+        "threads": 1,
+        "torch": "2",
+        "transformers": "5",
+        "date": "2026-01-02T03",
+        "commit": None,
+        "dtype": "float32",
+        "num_prompts": 2,
+        "num_tokens": 24,
+        "methods": rows | {"eagle3, copies": rows["none"]},
+    }
+    told = report.same_ids(record)
+    assert "\n| plain decoding | 2 of 2 | 1.00 |" in told
+    assert "\n| `eagle3`, copies | 2 of 2 | 1.00 |" in told
+
+
+def test_every_method_of_the_package_is_compared():
+    specs = same_ids.SPECS | same_ids.SPECS_OF_A_DRAFT
+    left = {"auto", "mtp", "gemma_assistant"}  # nothing for SmolLM2 has their drafts
+    assert {spec.method for spec in specs.values()} == set(methods()) - left

@@ -1,0 +1,99 @@
+"""Random DFlash drafts, in folders of the published layouts."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+
+from fastspec.drafters.dflash import DFlashConfig, DFlashDraft
+
+MASK = 262
+
+
+def random_dflash(target: PreTrainedModel, **fields: Any) -> DFlashDraft:
+    """A draft of two layers for a target, without embeddings and head."""
+    large: Any = target.config.get_text_config(decoder=True)
+    usual = {
+        "vocab_size": large.vocab_size,
+        "hidden_size": large.hidden_size,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 256,
+        "target_layers": [1, large.num_hidden_layers - 1],
+        "block_size": 6,
+        "mask_token_id": MASK,
+        "use_sliding_window": True,
+        "layer_types": ["full_attention"] * 2,
+    }
+    torch.manual_seed(2)
+    draft = DFlashDraft(DFlashConfig(**usual | fields)).eval()
+    with torch.no_grad():
+        for weight in draft.parameters():
+            std = weight.shape[-1] ** -0.5 if weight.dim() > 1 else 0.2
+            weight.normal_(std=std)
+            if weight.dim() == 1:
+                weight += 1
+    return draft
+
+
+def stored(draft: DFlashDraft, folder: Path, **others: Any) -> Path:
+    """Write a draft in the layout of its authors."""
+    config = draft.config.to_dict() | {"model_type": "qwen3", "architectures": ["DFlashDraftModel"]}
+    layers = config.pop("target_layers")
+    config.pop("windows_are_causal")
+    mask = config.pop("mask_token_id")
+    nested = {"mask_token_id": mask, "target_layer_ids": [layer - 1 for layer in layers]}
+    return _write(draft, folder, config | {"dflash_config": nested} | others)
+
+
+def stored_as_speculators(draft: DFlashDraft, folder: Path, **others: Any) -> Path:
+    """Write a draft in the layout of vLLM's `speculators`."""
+    layer = draft.config.to_dict() | {"model_type": "qwen3"}
+    config = {
+        "speculators_model_type": "dflash",
+        "architectures": ["DFlashSpeculator"],
+        "aux_hidden_state_layer_ids": layer.pop("target_layers"),
+        "mask_token_id": layer.pop("mask_token_id"),
+        "block_size": layer.pop("block_size"),
+        "sliding_window_non_causal": not layer.pop("windows_are_causal"),
+        "transformer_layer_config": layer,
+    }
+    return _write(draft, folder, config | others)
+
+
+def _write(draft: DFlashDraft, folder: Path, config: dict[str, Any]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: weight.contiguous() for name, weight in draft.named_parameters()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def of_transformers(draft: DFlashDraft) -> Any:
+    """The same draft as transformers' model."""
+    from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
+
+    own = draft.config
+    names = (
+        *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+        *("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters", "layer_types"),
+        *("max_position_embeddings", "sliding_window", "block_size", "mask_token_id"),
+    )
+    fields = {name: getattr(own, name) for name in names}
+    layers = [layer - 1 for layer in own.target_layers or ()]
+    config = MuseGlimmerAssistantConfig(**fields, target_layer_ids=layers)
+    model = MuseGlimmerAssistantModel(config).eval()
+    ours = {"fc.": "encoder.fc.", "hidden_norm.": "encoder.output_norm_enc."}
+    weights = {}
+    for name, weight in draft.named_parameters():
+        for old, new in ours.items():
+            name = name.replace(old, new)
+        weights[name] = weight
+    model.load_state_dict(weights)
+    return model
