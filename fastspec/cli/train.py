@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +19,7 @@ from fastspec.cli.prompts import PromptOptions, tokenize_prompts, usual_prompts
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.checks import is_int, refuse, require, require_unicode
 from fastspec.config.files import parse_json_lines, read_text, require_file, writing
+from fastspec.config.k_matrix import MAX_DRAFT_TOKENS
 from fastspec.tools.settings import Models
 from fastspec.train.options import DraftShape, ShapesTried, TrainFiles, TrainOptions
 
@@ -113,8 +115,61 @@ def eagle3(
         refuse(name, getattr(shape, name), "not with --start, which keeps the size of its draft")
     begin()
     from fastspec.drafters.eagle3 import Eagle3Draft, load_eagle
-    from fastspec.train.eagle3 import cut_texts, make_eagle3, train_eagle3
+    from fastspec.train.eagle3 import Eagle3Trainer, make_eagle3
+
+    def make(model: Any, texts: Any, shape: DraftShape) -> Any:
+        if start is None:
+            return make_eagle3(model, texts, shape)
+        draft = load_eagle(start, config, model).float()
+        if not isinstance(draft, Eagle3Draft):
+            raise ValueError("start: expected an EAGLE-3 draft, got EAGLE-1 or EAGLE-2")
+        return draft
+
+    _train_on_states(Eagle3Trainer, make, models, files, shape, settings, config)
+
+
+@app.command(cls=SectionedHelp)
+@command
+def dflash(
+    models: _Target,
+    files: Annotated[TrainFiles, Flags(without=("accelerate",))],
+    shape: Annotated[DraftShape, Flags(without=("hidden_size",))],
+    settings: Annotated[TrainOptions, Flags(without=_OF_GLIDE, optimizer="muon", rate=2e-3)],
+    config: Annotated[EngineConfig, Flags("dtype", "device", dtype="bfloat16")],
+    block_size: Annotated[
+        int,
+        typer.Option(
+            min=2,
+            max=MAX_DRAFT_TOKENS,
+            help="Tokens of a block; a draft has at most one fewer.",
+        ),
+    ] = 8,
+) -> None:
+    """Train a DFlash draft, which guesses a block of tokens in one pass.
+
+    It reads hidden states of the target, which is not changed. The target reads all texts once, and
+    its states are kept on disk during training. Of "prompt_ids" and "token_ids", only the latter
+    are learnt. At the end the acceptance of drafts on held-out text is reported.
+    """
+    begin()
+    from fastspec.train.dflash import DFlashTrainer, make_dflash
+
+    make = partial(make_dflash, block_size=block_size)
+    _train_on_states(DFlashTrainer, make, models, files, shape, settings, config)
+
+
+def _train_on_states(
+    kind: Any,
+    make: Callable[..., Any],
+    models: _Target,
+    files: TrainFiles,
+    shape: DraftShape,
+    settings: TrainOptions,
+    config: EngineConfig,
+) -> None:
+    """Train a draft that reads hidden states; `make` makes it, for a target, texts and a shape."""
     from fastspec.train.glide_data import split_places
+    from fastspec.train.states import cut_texts, train_on_states
 
     tokenizer, model = _load(models.target, config, settings.seed)
     shape = _fitting(shape, model)
@@ -123,15 +178,10 @@ def eagle3(
     with usage_errors():
         places = split_places(len(texts), shape.held_out, settings.seed)
         training, held_out = ([texts[place] for place in part] for part in places)
-        if start is None:
-            draft = make_eagle3(model, training, shape)
-        else:
-            draft = load_eagle(start, config, model).float()
-            if not isinstance(draft, Eagle3Draft):
-                raise ValueError("start: expected an EAGLE-3 draft, got EAGLE-1 or EAGLE-2")
+        draft = make(model, training, shape)
     with _progress(settings.num_steps(len(training)), len(texts)) as calls:
         run = settings, files.out, files.resume
-        record = train_eagle3(model, draft, training, held_out, *run, *calls, shape)
+        record = train_on_states(kind, model, draft, training, held_out, *run, *calls, shape)
     accepted = ", ".join(f"{part:.2f}" for part in record["greedy_acceptance"])
     report = f"acceptance rate at each position, if those before it were accepted: {accepted}"
     _report(files, record, report)

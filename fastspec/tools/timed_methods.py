@@ -40,7 +40,7 @@ class Methods:
     Hugging Face's assisted generation appears twice: drafting K tokens in each step, as ours does
     ("hf_assisted"), and with its own defaults ("hf_assisted_default"). Without a draft model ours
     proposes by spec.method, and theirs by its prompt lookup; theirs also uses prompt lookup with a
-    GLIDE, EAGLE or DFlash draft, which it cannot run. If ours uses early exit, so does theirs. Assisted
+    draft that only we run (GLIDE, EAGLE, DFlash). If ours uses early exit, so does theirs. Assisted
     generation, or early exit, that fails on a few tokens is left out. The parts of a cascade are
     also run by themselves, and so is the draft model ("draft"), if it accepts texts as long as the
     target's, with the same ids, and needs no target: its speed is the upper limit for drafting.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from fastspec.config import EngineConfig
 from fastspec.config.checks import one_line, require
@@ -148,7 +148,7 @@ def llama_shape(model: PreTrainedModel, num_layers: int, shape: dict[str, Any]) 
     return kept | shape | {"num_hidden_layers": num_layers}
 
 
-def llama_config(fields: dict[str, Any], kind: type[LlamaConfig] = LlamaConfig) -> Any:
+def llama_config(fields: dict[str, Any], kind: type[PreTrainedConfig] = LlamaConfig) -> Any:
     """Make a configuration; ValueError if the fields do not fit together."""
     try:
         return kind(**fields)

@@ -97,3 +97,48 @@ def of_transformers(draft: DFlashDraft) -> Any:
         weights[name] = weight
     model.load_state_dict(weights)
     return model
+
+
+@torch.no_grad()
+def expected_logits(draft: DFlashDraft, target: Any, text: list[int], size: int = 0) -> Any:
+    """Logits [S - 1, R] of a block of `size` or the draft's own size after a text, one layer after
+    the other, with a mask over the whole text."""
+    config = draft.config
+    size = size or config.block_size
+    length, total = len(text) - 1, len(text) - 1 + size
+    context = torch.zeros(1, 0, config.hidden_size)
+    if length:
+        states = target(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states
+        read = torch.cat([states[layer] for layer in config.target_layers or ()], dim=-1)
+        context = draft.hidden_norm(draft.fc(read.to(draft.fc.weight.dtype)))
+    block = torch.tensor([[text[-1]] + [config.mask_token_id] * (size - 1)])
+    hidden = target.get_input_embeddings()(block)
+    cos, sin = draft.rotary_emb(hidden, torch.arange(total)[None])
+    query_at, key_at = torch.arange(length, total)[:, None], torch.arange(total)
+
+    def rotated(states, cos, sin):
+        first, second = states.chunk(2, dim=-1)
+        turned = torch.cat([-second, first], dim=-1)
+        return states * cos[:, :, None] + turned * sin[:, :, None]
+
+    layers: Any = draft.layers
+    for kind, layer in zip(config.layer_types, layers, strict=True):
+        part, normed = layer.self_attn, layer.input_layernorm(hidden)
+        both = torch.cat([context, normed], dim=1)
+        heads = (-1, config.head_dim)
+        query = part.q_norm(part.q_proj(normed).unflatten(-1, heads))
+        key = part.k_norm(part.k_proj(both).unflatten(-1, heads))
+        value = part.v_proj(both).unflatten(-1, heads)
+        query, key = rotated(query, cos[:, length:], sin[:, length:]), rotated(key, cos, sin)
+        groups = query.shape[2] // key.shape[2]
+        key, value = (part.repeat_interleave(groups, dim=2) for part in (key, value))
+        scores = torch.einsum("bqhd,bkhd->bhqk", query, key) * config.head_dim**-0.5
+        if kind == "sliding_attention":
+            # Without causality all rows have the window of the last one.
+            at = query_at if config.windows_are_causal else torch.full_like(query_at, total - 1)
+            is_seen = (key_at <= at) & (key_at > at - config.sliding_window)
+            scores = scores.masked_fill(~is_seen, -torch.inf)
+        attended = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), value)
+        hidden = hidden + part.o_proj(attended.flatten(2))
+        hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+    return target.get_output_embeddings()(draft.norm(hidden))[0, 1:]

@@ -1,6 +1,7 @@
 """Training of EAGLE-3 drafts: what it unrolls is what drafting does, and it helps."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -13,17 +14,16 @@ from fastspec.config import EngineConfig
 from fastspec.drafters.eagle3 import load_eagle, save_eagle3
 from fastspec.drafters.eagle3.model import usual_layers
 from fastspec.train.distillation import FrozenHeadLoss
-from fastspec.train.eagle3 import (
-    Text,
-    cut_texts,
-    make_eagle3,
-    measure_acceptance,
-    stored_lessons,
-    train_eagle3,
-    unrolled,
-)
+from fastspec.train.eagle3 import Eagle3Trainer, make_eagle3, unrolled
 from fastspec.train.glide_data import split_places
 from fastspec.train.options import DraftShape, TrainOptions
+from fastspec.train.states import (
+    Text,
+    cut_texts,
+    measure_acceptance,
+    stored_lessons,
+    train_on_states,
+)
 
 from ..engine import eagle1_models
 from ..engine.eagle3_models import published_logits, write_folder
@@ -120,7 +120,14 @@ def test_no_rate_is_reported_for_steps_that_no_text_reaches(tmp_path):
     known = draft.lm_head.token_ids
     teacher = stored_lessons(target, usual_layers(6), texts, known, tmp_path / "s")
     for places, num_reached in ([0, 1], 2), ([1], 1):
-        found = measure_acceptance(draft, target, teacher, torch.tensor(places), num_steps=5)
+        found = measure_acceptance(
+            partial(unrolled, draft),
+            draft.lm_head,
+            target,
+            teacher,
+            torch.tensor(places),
+            num_steps=5,
+        )
         assert [len(rates) for rates in found.values()] == [num_reached] * 2
         assert all(rate > 0 for rate in found["sampled_acceptance"])
 
@@ -139,7 +146,7 @@ def test_training_helps_and_goes_on_where_it_stopped(tmp_path):
         )
         draft = make_eagle3(teacher, texts, shape)
         arguments = teacher, draft, texts, held_out, options, tmp_path / folder, resume
-        return train_eagle3(*arguments, lambda *step: done.append(step))
+        return train_on_states(Eagle3Trainer, *arguments, lambda *step: done.append(step))
 
     record = run("whole", 24)
     losses = record["losses"]

@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from fastspec import SpecConfig
-from fastspec.train.eagle3 import Text, make_eagle3, train_eagle3
+from fastspec.train.eagle3 import Eagle3Trainer, make_eagle3
 from fastspec.train.glide_data import Rows
 from fastspec.train.glide_run import report_acceptance, train_draft
 from fastspec.train.new_drafts import make_glide
 from fastspec.train.options import DraftShape, TrainOptions
 from fastspec.train.processes import OneProcess
+from fastspec.train.states import Text, train_on_states
 
 from ..models import random_model
 
@@ -32,7 +33,7 @@ def train_eagle(folder):
     texts = [Text(ids, 5) for ids in IDS]
     draft = make_eagle3(target, texts, DraftShape(reduced_vocab_size=40))
     given = OPTIONS, folder, False, lambda *step: None
-    train_eagle3(target, draft, texts[1:], texts[:1], *given)
+    train_on_states(Eagle3Trainer, target, draft, texts[1:], texts[:1], *given)
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,13 @@ import torch
 from torch.nn.utils import parametrizations, prune
 
 from fastspec import Engine, SamplingParams, SpecConfig
-from fastspec.train.eagle3 import cut_texts, make_eagle3, train_eagle3
+from fastspec.train.eagle3 import Eagle3Trainer, make_eagle3
 from fastspec.train.glide_data import cut_rows
 from fastspec.train.glide_run import report_acceptance, train_draft
 from fastspec.train.new_drafts import make_draft, make_plain, weights_of
 from fastspec.train.options import DraftShape, TrainOptions
 from fastspec.train.processes import OneProcess
+from fastspec.train.states import cut_texts, train_on_states
 
 from ..architectures import config_of, random_decoder
 from ..models import random_model
@@ -116,7 +117,7 @@ def test_targets_that_eagle3_cannot_read_are_refused_before_training(tmp_path, n
     def train():
         draft = make_eagle3(target, texts, SHAPE)
         given = TrainOptions(steps=1), tmp_path, False, pytest.fail
-        train_eagle3(target, draft, texts[1:], texts[:1], *given)
+        train_on_states(Eagle3Trainer, target, draft, texts[1:], texts[:1], *given)
 
     with pytest.raises(ValueError, match=f"^target: {message}"):
         train()

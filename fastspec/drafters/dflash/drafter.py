@@ -201,6 +201,10 @@ class DFlashDrafter(TargetReader):
 
 def build(context: DrafterContext) -> Drafter | DrafterPlan:
     """Build method "dflash"; a given Drafter must be of its own class."""
+    spec = context.spec
+    if spec.drafts_trees or spec.cape or spec.copies_target:
+        what = "in a cascade" if spec.copies_target else "for trees"
+        raise ValueError(f"drafter: a DFlash draft guesses whole chains, so it cannot draft {what}")
     context = replace(context, tokenizer=None)  # the draft model has none of its own
     plan = DFlashDrafter.plan(context, partial(load_dflash, target=context.target_model))
     if isinstance(plan, DrafterPlan):

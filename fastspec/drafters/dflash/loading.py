@@ -1,9 +1,12 @@
 """Loads DFlash draft models from folders of the published layouts."""
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -54,6 +57,34 @@ def load_dflash(
     except ValueError as error:
         raise ValueError(f"drafter: {type(loaded).__name__}: {error}") from error
     return made.to(target.device)
+
+
+def save_dflash(draft: Any, folder: Path) -> None:
+    """Write a draft with a reduced head in bfloat16, without the embeddings and head, which are the
+    target's, in the layout of vLLM's `speculators`."""
+    token_ids = draft.lm_head.token_ids.cpu()
+    is_known = torch.zeros(draft.lm_head.out_features, dtype=torch.bool, device="cpu")
+    is_known[token_ids] = True
+    tensors = {
+        name: weight.detach().to(torch.bfloat16).contiguous()
+        for name, weight in draft.named_parameters()
+        if not name.startswith(("embed_tokens.", "lm_head."))
+    }
+    tensors |= {"d2t": token_ids - torch.arange(len(token_ids), device="cpu"), "t2d": is_known}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    layer = draft.config.to_diff_dict() | {"model_type": "qwen3"}
+    config = {
+        SPECULATORS: "dflash",
+        "architectures": [_ARCHITECTURE],
+        "aux_hidden_state_layer_ids": layer.pop("target_layers"),
+        "mask_token_id": layer.pop("mask_token_id"),
+        "block_size": draft.config.block_size,
+        "draft_vocab_size": len(token_ids),
+        "sliding_window_non_causal": not draft.config.windows_are_causal,
+        "transformer_layer_config": layer,
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _read(
