@@ -21,6 +21,7 @@ from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokeniz
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.methods import methods
 
+from .engine.dflash_models import random_dflash, stored
 from .engine.eagle3_models import write_folder
 from .engine.glide_models import often_right
 from .models import EOS_ID, byte_tokenizer, perturbed, random_model
@@ -229,6 +230,8 @@ def _drafter_of(method: str, spec: SpecConfig, model: PreTrainedModel, folder: P
     if method.startswith("eagle3"):
         write_folder(folder, model, num_known=200)
         return folder
+    if spec.method == "dflash":
+        return stored(random_dflash(model), folder)
     if spec.method == "glide" or method == "copy_reviews":
         return often_right(model)
     if spec.method == "cascade":

@@ -14,6 +14,7 @@ from fastspec import SpecConfig
 from .architectures import config_of, random_decoder
 from .engine import eagle1_models, eagle3_models
 from .engine.assistant_models import random_assistant
+from .engine.dflash_models import random_dflash, stored
 from .engine.glide_models import random_glide
 from .models import VOCAB_SIZE, perturbed, random_model, random_t5
 
@@ -89,6 +90,12 @@ EAGLE_TREES = {
     "eagle cape": SpecConfig("eagle3", 2, cape=True),
     "eagle branch": SpecConfig("eagle3", 2, tree_nodes=7, tree_suffix=3),
     "eagle or copies": SpecConfig("eagle3", 2, tree_nodes=6, suffix_tokens=4),
+}
+DFLASH = {
+    "dflash": SpecConfig("dflash", 3),
+    "dflash copies": SpecConfig("dflash", 4, suffix_tokens=6, confidence_threshold=0.2),
+    "packed dflash": SpecConfig("dflash", 2, draft_bits=8, rejection_sample_method="block"),
+    "coupled dflash": SpecConfig("dflash", 4, rejection_sample_method="coupled"),
 }
 ASSISTANT = {
     "assistant": SpecConfig("gemma_assistant", 3),
@@ -174,6 +181,7 @@ _DRAFTS: dict[str, Callable[[PreTrainedModel, Path], Any]] = {
     "eagle3": _eagle(eagle3_models),
     "respelled": _other_spelling,
     "assistant": lambda target, folder: random_assistant(target),
+    "dflash": lambda target, folder: stored(random_dflash(target), folder / "dflash"),
 }
 
 
@@ -218,7 +226,12 @@ WORLDS = (
         "eagle",
         12,
         lambda: _poisoned(random_model("llama")),
-        by_kind(EXIT, eagle3=EAGLE_CHAINS | EAGLE_TREES | EAGLE_OF_COPY, glide=GLIDE_OF_COPY),
+        by_kind(
+            EXIT,
+            eagle3=EAGLE_CHAINS | EAGLE_TREES | EAGLE_OF_COPY,
+            glide=GLIDE_OF_COPY,
+            dflash=DFLASH,
+        ),
         num_tokens=128,
     ),
     Setting(

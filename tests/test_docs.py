@@ -37,6 +37,7 @@ SHORTER = {
     "train shapes": ["--num-prompts", "1", "--max-tokens", "24", "-k", "2"],
     "train glide": ["--steps", "2", "--batch-size", "2", "--context", "64"],
     "train eagle3": ["--steps", "2", "--batch-size", "2", "--context", "64"],
+    "train dflash": ["--steps", "2", "--batch-size", "2", "--context", "64"],
 }
 # Those that other tests run, with less to do.
 RUN_ELSEWHERE = {

@@ -85,7 +85,7 @@ def test_what_it_cannot_do_is_refused(invoke, draft, tmp_path):
 def test_training_data_that_cannot_be_read_is_refused_first(invoke, tmp_path):
     data, out = tmp_path / "data.jsonl", tmp_path / "out"
     data.write_text('{"text": "\\ud800 abc"}\n', encoding="utf-8")
-    for command in ("eagle3", "draft", "glide"):
+    for command in ("eagle3", "dflash", "draft", "glide"):
         refused = invoke("train", command, "--data", data, "--out", out)
         assert refused.exit_code != 0
         assert "data.jsonl, line 1: " in refused.stderr

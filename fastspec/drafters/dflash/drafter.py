@@ -54,14 +54,16 @@ class DFlashRunner(ModelRunner):
 
     def _step(self, spans: list[Span], rows: list[int], parents: Tensor | None = None) -> PagedStep:
         step = super()._step(spans, rows)
-        known, guessed, kept, counts = [], [], [], []
+        known: list[int] = []  # rows of tokens that the target has read
+        guessed: list[int] = []
+        counts = [
+            span.count - min(span.count, max(0, span.target_len - span.start)) for span in spans
+        ]
         ends = accumulate(span.count for span in spans)
-        for span, end in zip(spans, ends, strict=True):
-            count = max(0, span.start + span.count - max(span.target_len, span.start))
+        for span, count, end in zip(spans, counts, ends, strict=True):
             known += range(end - span.count, end - count)
-            counts.append(count)
             guessed += range(end - count, end)
-        kept = [guessed.index(row) for row in rows]
+        places = {row: place for place, row in enumerate(guessed)}
         order = device_tensor([*known, *guessed], torch.int64, self.device)
         owners = device_tensor([i for i, n in enumerate(counts) if n], torch.int64, self.device)
         starts = [0, *accumulate(filter(None, counts))]
@@ -75,7 +77,7 @@ class DFlashRunner(ModelRunner):
         )
         read = slots[: len(known)]
         states = torch.cat([half.index_select(0, read) for half in self._inputs_read], dim=-1)
-        kept = device_tensor(kept, torch.int64, self.device)
+        kept = device_tensor([places[row] for row in rows], torch.int64, self.device)
         step.target_view = BlockView(states.flatten(1), order, blocks, kept)
         return step
 

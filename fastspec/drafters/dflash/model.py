@@ -193,7 +193,7 @@ class DFlashDraft(PreTrainedModel, GenerationMixin):
         self,
         input_ids: Tensor,  # [1, T]
         position_ids: Tensor,
-        logits_to_keep: int | Tensor = 0,
+        logits_to_keep: int | Tensor = 0,  # the view knows which
         paged_step: Any = None,
         **unused,  # the cache, through which keys and values only pass
     ) -> CausalLMOutputWithPast:
