@@ -45,6 +45,7 @@ class DraftModelDrafter:
     """
 
     name = "draft_model"
+    most_passes = sys.maxsize  # of a draft, otherwise one for each token
 
     def __init__(
         self,
@@ -82,7 +83,7 @@ class DraftModelDrafter:
         token_ids, draft_logits, counts = self.write(
             batch.requests, texts, num_draft_tokens, sampling, uniforms, keeps_logits, keys
         )
-        passes = [{self.name: self.num_passes(count)} for count in counts]
+        passes = [{self.name: min(count, self.most_passes)} for count in counts]
         is_usual = self._threshold is None and num_draft_tokens == batch.num_draft_tokens
         num_tokens = None if is_usual else counts
         token_map = None if draft_logits is None else self.vocabulary.token_map
@@ -253,10 +254,6 @@ class DraftModelDrafter:
         """Return how many tokens fit between a text of this length and the last position."""
         last = self.runner.paged_model.max_positions
         return sys.maxsize if last is None else max(0, last - length + 1)
-
-    def num_passes(self, count: int) -> int:
-        """Return the passes that a draft of so many tokens takes."""
-        return count
 
     def commit(self, batch: Batch, accepted: list[int]) -> None:
         tenancy, block_size = self._block_manager.tenancy, self._block_manager.block_size

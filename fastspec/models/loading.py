@@ -7,7 +7,7 @@ from struct import error as StructError
 from typing import Any, cast
 
 import torch
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
 from transformers import (
@@ -32,7 +32,10 @@ from fastspec.models.side_by_side import move_side_by_side
 from fastspec.models.weight_files import check_safetensors
 
 # An ImportError names a missing package; a truncated GGUF file raises a StructError.
-_LOADING_ERRORS = (OSError, ValueError, KeyError, ImportError, StructError)
+_LOADING_ERRORS = (
+    *(OSError, ValueError, KeyError, ImportError, StructError),
+    StrictDataclassError,  # a configuration whose fields do not fit together
+)
 
 
 def resolve_device(config: EngineConfig) -> torch.device:

@@ -1,6 +1,7 @@
 """Training DFlash drafts on blocks that begin at many places of a text at once."""
 
 from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from math import exp
 from pathlib import Path
 from typing import Any, cast
@@ -11,7 +12,12 @@ from transformers import PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 from fastspec.drafters.dflash.loading import save_dflash
-from fastspec.drafters.dflash.model import DFlashAttention, DFlashConfig, DFlashDraft
+from fastspec.drafters.dflash.model import (
+    DFlashAttention,
+    DFlashConfig,
+    DFlashDraft,
+    block_embeddings,
+)
 from fastspec.models.reduced_vocabulary import ReducedHead, reduced_rows
 from fastspec.models.twin import layers_of
 from fastspec.train.new_drafts import llama_config, weights_of
@@ -36,15 +42,16 @@ def make_dflash(
     fields, token_ids = shape_and_tokens(target, texts, shape)
     answers = torch.cat([text.token_ids[text.start :] for text in texts])
     counts = answers.bincount(minlength=fields["vocab_size"])
+    embeddings: Any = deepcopy(block_embeddings(target)).float().requires_grad_(False)
+    is_used = embeddings.weight.any(dim=1).cpu()  # rows that only pad a vocabulary may be zero
     fields |= {
         "target_layers": _layers_read(len(layers_of(target))),
         "block_size": block_size,
-        "mask_token_id": int((counts == counts.min()).nonzero()[-1]),
+        "mask_token_id": int((counts == counts[is_used].min()).logical_and(is_used).nonzero()[-1]),
     }
     draft: Any = DFlashDraft(llama_config(fields, DFlashConfig))
     _start_as_last_layers(draft, target)
-    embeddings: Any = target.get_input_embeddings()
-    draft.embed_tokens = torch.nn.Embedding.from_pretrained(embeddings.weight.detach().float())
+    draft.embed_tokens = embeddings
     rows = reduced_rows(target, token_ids).float()
     draft.lm_head = ReducedHead(rows, token_ids, draft.config.vocab_size)
     return draft
@@ -95,10 +102,10 @@ def _in_blocks(
     begins = lengths.cumsum(0) - lengths  # the place of each text's first token
     every = max(1, size // _SPREAD)
     # Blocks begin with the last given token, or a token of the answer that another one follows.
-    count = -(-width // every)
-    starts = (lesson.starts - 1 + first % every)[:, None] + every * torch.arange(
-        count, device=device
-    )
+    count = int((lengths - lesson.starts).max()) // every + 1
+    offset = first % (lengths - lesson.starts).clamp(max=every)  # each text has a block
+    steps = every * torch.arange(count, device=device)
+    starts = (lesson.starts - 1 + offset)[:, None] + steps
     is_block = starts + 1 < lengths[:, None]  # [B, A]
     starts = starts.clamp(max=width - 1)
     places = starts[..., None] + torch.arange(size, device=device)  # [B, A, S]

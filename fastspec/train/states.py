@@ -90,7 +90,7 @@ class StatesLesson:
     Attributes:
         token_ids: [T].
         lengths, starts: [B], see `Text`.
-        features: [T, 3E], the target's hidden states that the draft reads.
+        features: [T, L * E], the target's hidden states that the draft reads.
         target_probs: [T, R], over the tokens that the draft can write.
         last_hidden: [T, E], the input of the target's head.
     """

@@ -134,9 +134,10 @@ def expected_logits(draft: DFlashDraft, target: Any, text: list[int], size: int 
         key, value = (part.repeat_interleave(groups, dim=2) for part in (key, value))
         scores = torch.einsum("bqhd,bkhd->bhqk", query, key) * config.head_dim**-0.5
         if kind == "sliding_attention":
-            # Without causality all rows have the window of the last one.
-            at = query_at if config.windows_are_causal else torch.full_like(query_at, total - 1)
-            is_seen = (key_at <= at) & (key_at > at - config.sliding_window)
+            # Without causality the window ends where the block begins, for all of its rows.
+            is_seen = (key_at >= length - config.sliding_window).expand(size, -1)
+            if config.windows_are_causal:
+                is_seen = (key_at <= query_at) & (key_at > query_at - config.sliding_window)
             scores = scores.masked_fill(~is_seen, -torch.inf)
         attended = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), value)
         hidden = hidden + part.o_proj(attended.flatten(2))

@@ -23,7 +23,7 @@ from .probes import drafter_of, noted_drafts
 NUM_TOKENS = 20
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 SMALL = EngineConfig(block_size=4, max_batch_size=3, prefill_chunk_size=7)
-WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}
 # Of drafts that a target accepts whether they fit or not, so that several tokens are new to a pass.
 ACCEPTED = {"synthetic_acceptance_rate": 0.7}
 
@@ -161,6 +161,7 @@ def test_transformers_own_model(target, draft, tmp_path):
         {},
         {"suffix_tokens": 6},
         {"confidence_threshold": 0.3},
+        {"confidence_threshold": 0.0},
         {"draft_bits": 8},
         {"schedule": "adaptive"},
     ],
@@ -240,6 +241,48 @@ def test_drafts_obey_the_rules_of_requests(target, folder):
         assert not any(path[place : place + 2] in words for place in range(len(given)))
 
 
+def target_of_size(size):
+    return random_decoder(config_of("llama", hidden_size=size))
+
+
+def test_without_room_for_a_draft(target, tmp_path):
+    short = random_dflash(target, max_position_embeddings=32)
+    engine = Engine(target, stored(short, tmp_path), config=SMALL)
+    assert ids_of(engine.generate(PROMPTS, GREEDY)) == texts_of(target)
+    assert engine.stats.num_draft_tokens > 0
+
+
+def test_texts_read_before_the_draft_was_enabled(target, draft, folder):
+    """With prefix caching their blocks are not found any more, as they have no states."""
+    config = EngineConfig(block_size=4, prefix_caching=True)
+    engine = Engine(target, spec="none", config=config)
+    engine.generate(PROMPTS, GREEDY)
+    engine.enable_spec_dec(folder)
+    for _ in range(2):
+        check_drafts(engine, draft, target)
+
+
+def test_rules_in_float16(folder):
+    half = random_decoder(config_of("llama")).to(torch.float16)
+    large = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logit_bias={7: 70000.0})
+    engine = Engine(half, folder, spec=SpecConfig("dflash", 4))
+    assert ids_of(engine.generate(PROMPTS, large)) == [[7] * 8] * 2
+    assert engine.stats.num_accepted_tokens > 0
+
+
+def test_processors_see_only_tokens_that_are_wanted(target, folder):
+    seen = []
+
+    def noted(input_ids, scores):
+        seen.append(input_ids.shape[1])
+        return scores
+
+    short = {"temperature": 0, "max_tokens": 3, "ignore_eos": True}
+    params = [SamplingParams(**short, logits_processors=[noted]), GREEDY]
+    Engine(target, folder, spec=SpecConfig("dflash", 5)).generate([PROMPTS[0]] * 2, params)
+    assert max(seen) < len(PROMPTS[0]) + 3
+
+
 def test_what_does_not_fit(target, draft, folder, tmp_path):
     def refused(match, source=folder, model=target, spec="dflash", config=SMALL):
         with pytest.raises(ValueError, match=match):
@@ -251,25 +294,34 @@ def test_what_does_not_fit(target, draft, folder, tmp_path):
     refused("'dflash' needs a draft model", None)
     refused("a DFlash draft needs method 'dflash', not 'draft_model'", spec="draft_model")
     refused("needs a DFlash model, got Llama", random_model("llama"))
-    refused("hidden_size", model=random_decoder(config_of("llama", hidden_size=64)))
+    refused("hidden_size", model=target_of_size(64))
     refused("decoders, the target is an encoder-decoder", model=random_t5())
-    refused(
-        "mask_token_id: expected 0 to 262",
-        written("mask", dflash_config={"mask_token_id": 263, "target_layer_ids": [0]}),
-    )
-    refused(
-        "target layers: expected 0 to 3",
-        written("deep", dflash_config={"mask_token_id": 5, "target_layer_ids": [0, 3]}),
-    )
+    nested = {"mask_token_id": 5, "target_layer_ids": [0]}
+    for name, match, changes in (
+        ("mask", "mask_token_id: expected an int from 0 to 262, got 263", {"mask_token_id": 263}),
+        ("text", "mask_token_id: expected an int", {"mask_token_id": "a"}),
+        ("no mask", "mask_token_id: expected an int", {"mask_token_id": None}),
+        ("deep", "target layers: expected 0 to 3", {"target_layer_ids": [0, 3]}),
+        ("letter", "target_layer_ids: expected a list", {"target_layer_ids": "a"}),
+        ("half", "target_layer_ids: expected a list", {"target_layer_ids": [0.5]}),
+        ("few", "fc.weight has shape", {}),
+        ("size", "block_size: expected an int from 2 to 1024, got 1000000", {"block_size": 10**6}),
+    ):
+        refused(match, written(name, dflash_config=nested | changes))
     refused("target_layer_ids: expected", written("none", dflash_config={"mask_token_id": 5}))
-    refused(
-        "is no DFlash draft: layers.2",
-        written("layers", num_hidden_layers=3, layer_types=["full_attention"] * 3),
-    )
-    refused(
-        "fc.weight has shape",
-        written("fc", dflash_config={"mask_token_id": 5, "target_layer_ids": [0]}),
-    )
+    refused("dflash_config: expected a mapping", written("list", dflash_config=[1]))
+    kinds = ["full_attention"] * 3
+    more = written("layers", num_hidden_layers=3, layer_types=kinds)
+    refused("is no DFlash draft: layers.2", more)
+    refused("must be equal to the number of `layer_types`", written("kinds", layer_types=kinds))
+    unknown = written("window", layer_types=["sliding_attention"] * 2, sliding_window=None)
+    refused("sliding_window: expected", unknown)
+    for name, value in (("mask_token_id", None), ("shift_label", True), ("block_size", "a")):
+        other = stored_as_speculators(draft, tmp_path / name, **{name: value})
+        refused(f"{name}: expected", other)
+    loaded = load_dflash(folder, EngineConfig(), target)
+    refused("loaded for another target", loaded, target_of_size(64))
+    refused("loaded for another target", random_dflash(target))
     other = stored_as_speculators(draft, tmp_path / "anchor", sample_from_anchor=True)
     refused("sample_from_anchor: expected False", other)
     other = stored_as_speculators(draft, tmp_path / "domino", projector_type="domino")

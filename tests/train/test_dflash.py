@@ -15,6 +15,7 @@ from fastspec.train.glide_data import split_places
 from fastspec.train.options import DraftShape, TrainOptions
 from fastspec.train.states import Text, stored_lessons, train_on_states
 
+from ..architectures import config_of, random_decoder
 from ..engine.helpers import GREEDY, PROMPTS, hugging_face_greedy, ids_of
 from ..engine.probes import noted_drafts
 from ..models import random_model
@@ -23,14 +24,17 @@ from .test_eagle3 import KNOWN, texts_of
 BLOCK = 5
 
 
-def test_blocks_in_training_are_those_of_drafting(tmp_path):
-    """Also of two texts in one lesson, with blocks that end before their last token."""
-    target = random_model("llama", num_hidden_layers=6)
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+def test_blocks_in_training_are_those_of_drafting(kind, tmp_path):
+    """Also of two texts in one lesson, with blocks that end before their last token, and of targets
+    that scale their embeddings."""
+    target = random_decoder(config_of(kind))
     texts = [Text(torch.arange(5, 19), 4), Text(torch.arange(30, 53) * 7 % 255, 9)]
     draft = make_dflash(target, texts, DraftShape(layers=2, reduced_vocab_size=20), BLOCK)
     with torch.no_grad():
-        for weight in draft.parameters():
-            weight += 0.1 * torch.randn_like(weight)
+        for name, weight in draft.named_parameters():
+            if not name.startswith(("embed_tokens.", "lm_head.")):
+                weight += 0.1 * torch.randn_like(weight)
     known = draft.lm_head.token_ids
     layers = draft.config.target_layers
     teacher = stored_lessons(target, layers, texts, known, tmp_path / "states")
@@ -44,7 +48,8 @@ def test_blocks_in_training_are_those_of_drafting(tmp_path):
     save_dflash(draft, tmp_path / "draft")
     spec = SpecConfig("dflash", num_speculative_tokens=BLOCK - 1)
     loaded = load_dflash(tmp_path / "draft", EngineConfig(), target)
-    loaded.load_state_dict(draft.state_dict())  # not rounded to bfloat16
+    own = {name: x for name, x in draft.state_dict().items() if not name.startswith("embed_")}
+    loaded.load_state_dict(own, strict=False)  # not rounded to bfloat16
     engine = Engine(target, loaded, spec=spec, config=EngineConfig(block_size=4))
     drafts = noted_drafts(engine)
     one = SamplingParams(temperature=0, max_tokens=2 * BLOCK, ignore_eos=True)
@@ -61,6 +66,17 @@ def test_blocks_in_training_are_those_of_drafting(tmp_path):
             compared += len(guesses)
         begin += len(ids)
     assert compared > 60
+
+
+def test_short_answers_have_blocks_at_every_step(tmp_path):
+    target = random_model("llama", num_hidden_layers=6)
+    texts = [Text(torch.arange(5, 14), 7), Text(torch.arange(20, 23), 1)]
+    draft = make_dflash(target, texts, DraftShape(), 16)
+    known, layers = draft.lm_head.token_ids, draft.config.target_layers
+    lesson = stored_lessons(target, layers, texts, known, tmp_path / "states")(torch.tensor([0, 1]))
+    for first in range(12):
+        found = [places.tolist() for _, places in in_blocks(draft, lesson, 15, first)]
+        assert {place < 9 for places in found for place in places} == {True, False}
 
 
 def test_training_helps_and_goes_on_where_it_stopped(tmp_path):

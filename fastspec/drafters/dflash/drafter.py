@@ -38,19 +38,19 @@ class DFlashRunner(ModelRunner):
         if config.cuda_graphs == "on":
             raise ValueError("cuda_graphs: 'on', but the passes of a DFlash draft are not captured")
         self._inputs_read = [half.view(-1, *half.shape[2:]) for half in inputs]  # by slot
-        self.draft_len: int = paged_model.model.config.block_size
+        self.block_len: int = paged_model.model.config.block_size
         self._first_beyond = num_blocks
-        self._num_beyond = blocks_needed(self.draft_len, config.block_size)
-        num_blocks += config.max_batch_size * self._num_beyond
+        self._blocks_each = blocks_needed(self.block_len, config.block_size)
+        num_blocks += config.max_batch_size * self._blocks_each
         super().__init__(paged_model, num_blocks, replace(config, cuda_graphs="off"))
 
     def with_block(self, index: int, span: Span) -> Span:
         """Return the span of a text's unread tokens, the last of which begins block `index`."""
         length = span.start + span.count
-        first = self._first_beyond + index * self._num_beyond
+        first = self._first_beyond + index * self._blocks_each
         own = span.block_table[: blocks_needed(length, self.block_size)]
-        table = [*own, *range(first, first + self._num_beyond)]
-        return span._replace(block_table=table, count=span.count + self.draft_len - 1)
+        table = [*own, *range(first, first + self._blocks_each)]
+        return span._replace(block_table=table, count=span.count + self.block_len - 1)
 
     def _step(self, spans: list[Span], rows: list[int], parents: Tensor | None = None) -> PagedStep:
         step = super()._step(spans, rows)
@@ -92,14 +92,16 @@ class DFlashDrafter(TargetReader):
     Source: see `DFlashDraft`.
     """
 
-    name = "dflash"
+    name, most_passes = "dflash", 1
     kind, reads = "DFlash", "the target's hidden states"
     model_class, runner_class = DFlashDraft, DFlashRunner
     runner: DFlashRunner
 
     @staticmethod
     def pages(model: PagedModel, target: ModelRunner, blocks: Blocks) -> KVCache:
-        return target.keep_inputs(model.model.config.target_layers)
+        kept = target.keep_inputs(model.model.config.target_layers)
+        blocks.share_with_next()  # those filled before have no states
+        return kept
 
     def write(self, requests: Sequence[Request], texts: list[list[int]], *args, **kwargs) -> Drafts:
         written = super().write(requests, texts, *args, **kwargs)
@@ -109,10 +111,7 @@ class DFlashDrafter(TargetReader):
 
     def room(self, length: int) -> int:
         """See `DraftModelDrafter.room`; a block has no more tokens than it was trained with."""
-        return min(super().room(length), self.runner.draft_len - 1)
-
-    def num_passes(self, count: int) -> int:
-        return min(1, count)
+        return min(super().room(length), self.runner.block_len - 1)
 
     def _write_by_passes(
         self,
@@ -125,14 +124,18 @@ class DFlashDrafter(TargetReader):
         random_inputs: dict[str, Tensor],
         keeps_logits: bool,
     ) -> Drafts:
-        num = max(counts, default=0)
-        logits = self._guessed(input_ids, spans, num)
-        inputs = logits, sampling, random_inputs
+        if not spans:
+            return torch.empty((0, 0), dtype=torch.int32, device=self.runner.device), None, []
+        num = max(counts)
+        logits = self._read_blocks(input_ids, spans, num)
         if any(request.rules is not None for request in requests):
-            token_ids, logprobs = self._drawn_by_rules(requests, texts, *inputs)
+            given = requests, texts, counts
+            token_ids, logprobs, logits = self._drawn_by_rules(
+                *given, logits, sampling, random_inputs
+            )
         else:
-            token_ids, logprobs = self._drawn(*inputs)
-        if self._threshold is not None and num:
+            token_ids, logprobs = self._drawn(logits, sampling, random_inputs)
+        if self._threshold:
             # A draft ends with the token that makes it unsure.
             is_sure = logprobs.cumsum(dim=1) >= log(self._threshold)
             sure = is_sure.cumprod(dim=1).sum(dim=1).tolist()
@@ -142,11 +145,11 @@ class DFlashDrafter(TargetReader):
         token_ids = token_ids.int().masked_fill(is_left_out, -1)
         return token_ids, logits if keeps_logits else None, counts
 
-    def _guessed(self, input_ids: Tensor | list[int], spans: list[Span], num: int) -> Tensor:
+    def _read_blocks(self, input_ids: Tensor | list[int], spans: list[Span], num: int) -> Tensor:
         """Read the texts' unread tokens, which end with the first of a block; return the logits
         [B, N, V'] of the next ones of each block."""
         mask_id: int = self.runner.paged_model.model.config.mask_token_id
-        masks = [mask_id] * (self.runner.draft_len - 1)
+        masks = [mask_id] * (self.runner.block_len - 1)
         ids: list[int] = []
         rows: list[int] = []
         begin = 0
@@ -178,27 +181,32 @@ class DFlashDrafter(TargetReader):
         self,
         requests: list[Request],
         texts: list[list[int]],
+        counts: list[int],
         logits: Tensor,
         sampling: SamplingTensors,
         random_inputs: dict[str, Tensor],
-    ) -> tuple[Tensor, Tensor]:
-        """See `_drawn`; each draft's tokens one by one, as rules depend on those before. The rows
-        of logits are replaced by those that the rules make of them."""
-        batch, num = logits.shape[:2]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `_drawn`; each draft's tokens one by one, as rules depend on those before. Also
+        return the logits [B, N, V'] that the rules make, of the tokens that are wanted."""
+        device, backend = logits.device, self.runner.paged_model.backend
+        num = logits.shape[1]
         path = self._path(requests, texts, num)
-        places, drawn = torch.arange(batch, device=logits.device), []
         ends = [len(text) - len(r.token_ids) for r, text in zip(requests, texts, strict=True)]
+        picked = torch.full(logits.shape[:2], -1, dtype=torch.int32, device=device)
+        logprobs, ruled = torch.zeros(picked.shape, device=device), logits.float()
         for step in range(num):
-            nodes = [end + step for end in ends]
-            rows = Rows([*range(batch)], nodes, path)
-            logits[:, step] = self.ruled(requests, logits[:, step], rows)
-            backend = self.runner.paged_model.backend
-            row = logits[:, step].contiguous()
-            drawn.append(draw(row, random_inputs, step, sampling, self.vocabulary, backend))
-            after = device_tensor(nodes, torch.int64, logits.device) + 1
-            path[places, after] = drawn[-1][0].int()
-        picked, logprobs = zip(*drawn, strict=True)
-        return torch.stack(picked, dim=1), torch.stack(logprobs, dim=1)
+            owners = [b for b, count in enumerate(counts) if count > step]
+            nodes = [ends[b] + step for b in owners]
+            places = device_tensor([owners, nodes], torch.int64, device)
+            chosen = places[0]
+            row = self.ruled(requests, logits[chosen, step], Rows(owners, nodes, path))
+            own = {name: value[chosen] for name, value in random_inputs.items()}
+            parameters = sampling_of_rows(sampling, chosen)
+            tokens, own_logprobs = draw(row, own, step, parameters, self.vocabulary, backend)
+            ruled[chosen, step] = row.float()
+            picked[chosen, step], logprobs[chosen, step] = tokens.int(), own_logprobs.float()
+            path[chosen, places[1] + 1] = tokens.int()
+        return picked, logprobs, ruled
 
 
 def build(context: DrafterContext) -> Drafter | DrafterPlan:

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fastspec.config import EngineConfig
-from fastspec.config.checks import require
-from fastspec.drafters.dflash.model import DFlashConfig, DFlashDraft
+from fastspec.config.checks import is_int, one_line, require
+from fastspec.drafters.dflash.model import DFlashConfig, DFlashDraft, block_embeddings
 from fastspec.models.loading import SPECULATORS, ReadConfig, load_config, load_model
 from fastspec.models.reduced_vocabulary import ReducedHead, reduced_rows, stored_token_ids
 from fastspec.models.sharded import ranks_of
@@ -21,6 +22,8 @@ from fastspec.models.weight_files import check_shape, fill, read_weights
 _ARCHITECTURE = "DFlashDraftModel"
 MODEL_TYPE = "muse_glimmer_assistant"  # transformers' own
 _EMBEDDINGS, _HEAD = "embed_tokens.weight", "lm_head.weight"
+# Fields of speculators' configurations that tell later variants apart.
+_OF_OTHERS = {"sample_from_anchor": False, "projector_type": "dflash", "shift_label": False}
 _NAMES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}  # transformers' to ours
 
 
@@ -50,6 +53,8 @@ def load_dflash(
     if ranks_of(target) is not None:
         raise ValueError("drafter: a DFlash draft needs a whole target, this one is split")
     loaded = load_model("drafter", source, config, partial(_read, target=target), target)
+    if isinstance(loaded, DFlashDraft) and loaded is source:
+        _check_fits(loaded, target)
     if loaded.config.model_type != MODEL_TYPE:
         return loaded
     try:
@@ -57,6 +62,20 @@ def load_dflash(
     except ValueError as error:
         raise ValueError(f"drafter: {type(loaded).__name__}: {error}") from error
     return made.to(target.device)
+
+
+def _check_fits(draft: DFlashDraft, target: PreTrainedModel) -> None:
+    """Refuse a loaded draft that was made for another target."""
+    size = target.config.get_text_config(decoder=True).hidden_size
+    head: Any = target.get_output_embeddings()
+    config = draft.config
+    given = draft.dtype, config.target_hidden_size, config.vocab_size
+    expected = target.get_decoder().dtype, size, len(head.weight)
+    if given != expected or isinstance(draft.embed_tokens, nn.Identity):
+        raise ValueError(
+            f"drafter: this DFlash draft was loaded for another target: dtype, hidden size and"
+            f" vocabulary are {given}, the target's {expected}; give its folder"
+        )
 
 
 def save_dflash(draft: Any, folder: Path) -> None:
@@ -101,7 +120,6 @@ def _made(
     for theirs, ours in _NAMES.items():
         tensors = {name.replace(theirs, ours): weight for name, weight in tensors.items()}
     large = target.config.get_text_config(decoder=True)
-    embeddings: Any = target.get_input_embeddings()
     head: Any = target.get_output_embeddings()
     vocab_size = len(head.weight)
     token_ids = stored_token_ids(tensors, vocab_size)
@@ -110,28 +128,33 @@ def _made(
         "draft_vocab_size": len(token_ids),
         "target_hidden_size": large.hidden_size,
     }
-    config = DFlashConfig.from_dict(fields)
+    try:
+        config = DFlashConfig.from_dict(fields)
+    except (StrictDataclassError, TypeError) as error:
+        raise ValueError(f"its configuration: {one_line(error)}") from error
     size = config.hidden_size
+    require("target_layers", config.target_layers, bool(config.target_layers), "numbers of layers")
+    has_window = "sliding_attention" not in (config.layer_types or ()) or config.sliding_window
+    require("sliding_window", config.sliding_window, bool(has_window), "an int, as layers have one")
     fits = size == large.hidden_size
     require("hidden_size", size, fits, f"{large.hidden_size}, as it reads its target's embeddings")
     draft: Any = DFlashDraft(config)
-    draft.to(target.dtype)
+    dtype = target.get_decoder().dtype
+    draft.to(dtype)
     tensors.pop(_EMBEDDINGS, None)  # equal to the target's
     own_head = tensors.pop(_HEAD, None)
     fill(dict(draft.named_parameters()), tensors, "DFlash draft")
-    draft.embed_tokens = embeddings
-    if hasattr(embeddings, "embed_norm"):  # a block reads them without the target's norm
-        draft.embed_tokens = nn.Embedding.from_pretrained(embeddings.weight.detach())
+    draft.embed_tokens = block_embeddings(target)
     draft.lm_head = head
     if len(token_ids) < vocab_size:
         rows = reduced_rows(target, token_ids) if own_head is None else own_head
         check_shape(_HEAD, rows, (len(token_ids), size))
         places = token_ids.to(target.device)
-        draft.lm_head = ReducedHead(rows.to(target.device, target.dtype), places, vocab_size)
+        draft.lm_head = ReducedHead(rows.to(target.device, dtype), places, vocab_size)
     elif own_head is not None:
         check_shape(_HEAD, own_head, (vocab_size, size))
         draft.lm_head = nn.Linear(size, vocab_size, bias=False, device="meta")
-        draft.lm_head.weight = nn.Parameter(own_head.to(target.device, target.dtype))
+        draft.lm_head.weight = nn.Parameter(own_head.to(target.device, dtype))
     return draft.eval()
 
 
@@ -140,27 +163,29 @@ def _fields(stored: dict[str, Any]) -> dict[str, Any]:
     if SPECULATORS in stored:
         return _fields_of_speculators(stored)
     nested = stored.get("dflash_config") or {}
+    require("dflash_config", nested, isinstance(nested, dict), "a mapping")
     if stored.get("model_type") == MODEL_TYPE:
         stored = {"use_sliding_window": True, **stored}
     given = {**stored, **nested}
     written = given.get("target_layer_ids") or _usual_layers(stored)
-    known = {
+    fits = isinstance(written, list) and all(map(is_int, written))
+    require("target_layer_ids", written, fits, "a list of numbers of layers")
+    return stored | {
         "model_type": DFlashConfig.model_type,
         # Theirs are the layers that write a state, ours those that read it.
         "target_layers": [layer + 1 for layer in written],
         "block_size": given.get("block_size", 16),
         "mask_token_id": given.get("mask_token_id"),
     }
-    require("mask_token_id", known["mask_token_id"], known["mask_token_id"] is not None, "a token")
-    return stored | known
 
 
 def _fields_of_speculators(stored: dict[str, Any]) -> dict[str, Any]:
     kind = stored[SPECULATORS]
     require(SPECULATORS, kind, kind == "dflash", "'dflash'")
-    for name, usual in (("sample_from_anchor", False), ("projector_type", "dflash")):
-        given = stored.get(name, usual)
-        require(name, given, given == usual, f"{usual!r}, as other drafts are not supported")
+    for name, usual in _OF_OTHERS.items():
+        given = stored.get(name)
+        fits = given in (None, usual)
+        require(name, given, fits, f"{usual!r}, as other drafts are not supported")
     layer = stored.get("transformer_layer_config")
     require("transformer_layer_config", layer, isinstance(layer, dict), "a mapping")
     assert isinstance(layer, dict)
@@ -176,7 +201,8 @@ def _fields_of_speculators(stored: dict[str, Any]) -> dict[str, Any]:
 def _usual_layers(stored: dict[str, Any]) -> list[int]:
     """Return the layers whose outputs are read if the configuration names none: spread evenly."""
     total, count = stored.get("num_target_layers"), stored.get("num_hidden_layers", 1)
-    require("target_layer_ids", None, total is not None, "the layers of the target that it reads")
+    fits = is_int(total) and is_int(count)
+    require("target_layer_ids", None, fits, "the layers of the target that it reads")
     assert total is not None
     if count == 1:
         return [total // 2]

@@ -16,7 +16,8 @@ from transformers.models.qwen3.modeling_qwen3 import (
     apply_rotary_pos_emb,
 )
 
-from fastspec.config.checks import require, require_int
+from fastspec.config.checks import is_int, require
+from fastspec.config.k_matrix import MAX_DRAFT_TOKENS
 from fastspec.models.layout import KVCache, PagedStep
 from fastspec_kernels import cross_attention, store_kv, tree_attention
 
@@ -30,8 +31,9 @@ class DFlashConfig(Qwen3Config):
         target_layers: layers of the target whose inputs it reads.
         target_hidden_size: size of each of these; None = its own.
         draft_vocab_size: number of tokens that it can write; None = all.
-        windows_are_causal: whether a row of a layer with a sliding window sees only rows before it
-            in its block; those of other layers see the whole block.
+        windows_are_causal: whether a row of a layer with a sliding window W sees only the W tokens
+            up to itself; otherwise it sees its block and W tokens before that, and in layers
+            without a window, which are never causal, the block and all tokens before it.
     Raises:
         ValueError: a field is out of range.
     """
@@ -49,10 +51,15 @@ class DFlashConfig(Qwen3Config):
         super().__post_init__(**kwargs)
         self.target_hidden_size = self.target_hidden_size or self.hidden_size
         self.draft_vocab_size = self.draft_vocab_size or self.vocab_size
-        require_int("block_size", self.block_size, 2)
-        mask, most = self.mask_token_id, self.vocab_size - 1
-        require("mask_token_id", mask, 0 <= mask <= most, f"0 to {most}")
-        require("target_layers", self.target_layers, bool(self.target_layers), "layers' numbers")
+        size, mask, most = self.block_size, self.mask_token_id, self.vocab_size - 1
+        fits = is_int(size) and 2 <= size <= MAX_DRAFT_TOKENS
+        require("block_size", size, fits, f"an int from 2 to {MAX_DRAFT_TOKENS}")
+        require(
+            "mask_token_id", mask, is_int(mask) and 0 <= mask <= most, f"an int from 0 to {most}"
+        )
+        layers = self.target_layers or []  # transformers before 5.20 makes one of defaults
+        fits = isinstance(layers, list) and all(is_int(layer) and layer >= 0 for layer in layers)
+        require("target_layers", layers, fits, "numbers of layers")
 
 
 @dataclass(frozen=True)
@@ -83,6 +90,7 @@ class DFlashAttention(Qwen3Attention):
     def __init__(self, config: DFlashConfig, layer_idx: int):
         super().__init__(config, layer_idx)
         self.windows_are_causal = config.windows_are_causal
+        self.block_len = config.block_size
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -114,7 +122,7 @@ class DFlashAttention(Qwen3Attention):
     def _attend(self, query: Tensor, cache: KVCache, window: int, step: PagedStep) -> Tensor:
         options = {"scale": self.scaling, "backend": step.backend}
         if window and not self.windows_are_causal:
-            step = row_by_row(step)
+            step, window = row_by_row(step), window + self.block_len
         pages = step.block_table, step.context_lens, step.cu_rows
         if window:
             attended = tree_attention(query, *cache, *pages, sliding_window=window, **options)
@@ -209,3 +217,11 @@ class DFlashDraft(PreTrainedModel, GenerationMixin):
         for layer in self.layers:
             hidden = layer(hidden, context, factors, slots, view.blocks)
         return CausalLMOutputWithPast(logits=self.lm_head(self.norm(hidden[:, view.kept])))
+
+
+def block_embeddings(target: PreTrainedModel) -> nn.Module:
+    """Return the target's embeddings as blocks read them, without the norm that some have."""
+    embeddings: Any = target.get_input_embeddings()
+    if not hasattr(embeddings, "embed_norm"):
+        return embeddings
+    return nn.Embedding.from_pretrained(embeddings.weight.detach())
