@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from fastspec import SpecConfig
+from fastspec.drafters.eagle3.model import usual_layers
 
 from .architectures import config_of, random_decoder
 from .engine import eagle1_models, eagle3_models
@@ -172,6 +173,11 @@ def _other_spelling(target: PreTrainedModel, folder: Path) -> Path:
     return folder / "respelled"
 
 
+def _dflash(target: PreTrainedModel, folder: Path) -> Path:
+    layers = usual_layers(target.config.num_hidden_layers)  # one engine keeps states of one set
+    return stored(random_dflash(target, target_layers=layers), folder / "dflash")
+
+
 _DRAFTS: dict[str, Callable[[PreTrainedModel, Path], Any]] = {
     "none": lambda target, folder: None,
     "near": lambda target, folder: near(target),
@@ -181,7 +187,7 @@ _DRAFTS: dict[str, Callable[[PreTrainedModel, Path], Any]] = {
     "eagle3": _eagle(eagle3_models),
     "respelled": _other_spelling,
     "assistant": lambda target, folder: random_assistant(target),
-    "dflash": lambda target, folder: stored(random_dflash(target), folder / "dflash"),
+    "dflash": _dflash,
 }
 
 
