@@ -9,7 +9,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 from fastspec.drafters.dflash.loading import save_dflash
 from fastspec.drafters.dflash.model import (
@@ -17,6 +16,7 @@ from fastspec.drafters.dflash.model import (
     DFlashConfig,
     DFlashDraft,
     block_embeddings,
+    rotated,
 )
 from fastspec.models.reduced_vocabulary import ReducedHead, reduced_rows
 from fastspec.models.twin import layers_of
@@ -39,13 +39,16 @@ def make_dflash(
     Raises:
         ValueError: the shape does not fit the target.
     """
+    num_layers = len(layers_of(target))
+    if num_layers < 2:
+        raise ValueError(f"target: {type(target).__name__} has one layer, DFlash reads later ones")
     fields, token_ids = shape_and_tokens(target, texts, shape)
     answers = torch.cat([text.token_ids[text.start :] for text in texts])
     counts = answers.bincount(minlength=fields["vocab_size"])
     embeddings: Any = deepcopy(block_embeddings(target)).float().requires_grad_(False)
     is_used = embeddings.weight.any(dim=1).cpu()  # rows that only pad a vocabulary may be zero
     fields |= {
-        "target_layers": _layers_read(len(layers_of(target))),
+        "target_layers": _layers_read(num_layers),
         "block_size": block_size,
         "mask_token_id": int((counts == counts[is_used].min()).logical_and(is_used).nonzero()[-1]),
     }
@@ -152,10 +155,8 @@ def _attend(
             (attention.q_proj, rows),
         )
     )
-    query, key = attention.q_norm(query), attention.k_norm(key)
-    of_rows = tuple(part[:, width:] for part in factors)
-    query, _ = apply_rotary_pos_emb(query, query, *of_rows, unsqueeze_dim=2)
-    _, key = apply_rotary_pos_emb(key, key, *factors, unsqueeze_dim=2)
+    query = rotated(attention.q_norm(query), tuple(part[:, width:] for part in factors))
+    key = rotated(attention.k_norm(key), factors)
     heads = key.shape[2]
     # [B, G, R, A, S, D] against [B, G, 1, W, D], and [B, G, 1, A, S, D]
     query = query.unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4) * attention.scaling

@@ -120,5 +120,8 @@ def test_the_command(tmp_path):
     text = Engine("tiny", tmp_path / "out").generate("import os\n", GREEDY)[0]
     plain = Engine("tiny", spec="none").generate("import os\n", GREEDY)[0]
     assert text.token_ids == plain.token_ids
+    texts = [Text(torch.arange(9))]
     with pytest.raises(ValueError, match="hidden_size"):
-        make_dflash(random_model("llama"), [Text(torch.arange(9))], DraftShape(hidden_size=8), 4)
+        make_dflash(random_model("llama"), texts, DraftShape(hidden_size=8), 4)
+    with pytest.raises(ValueError, match="has one layer"):
+        make_dflash(random_model("llama", num_hidden_layers=1), texts, DraftShape(), 4)

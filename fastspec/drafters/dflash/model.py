@@ -13,7 +13,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3MLP,
     Qwen3RMSNorm,
     Qwen3RotaryEmbedding,
-    apply_rotary_pos_emb,
+    rotate_half,
 )
 
 from fastspec.config.checks import is_int, require
@@ -106,17 +106,15 @@ class DFlashAttention(Qwen3Attention):
             project(states).unflatten(-1, (-1, self.head_dim))
             for project, states in ((self.k_proj, both), (self.v_proj, both), (self.q_proj, block))
         )
-        # Only keys need the rotation of all rows; queries are padded in front, and cut again.
-        query = torch.cat([query.new_zeros((1, context.shape[1], *query.shape[2:])), query], dim=1)
-        query, key = apply_rotary_pos_emb(
-            self.q_norm(query), self.k_norm(key), *position_embeddings, unsqueeze_dim=2
-        )
+        of_block = tuple(part[:, context.shape[1] :] for part in position_embeddings)
+        query = rotated(self.q_norm(query), of_block)
+        key = rotated(self.k_norm(key), position_embeddings)
         cache = step.caches.get(self.layer_idx)
         window = self.sliding_window or 0
         if cache is None:
             cache = step.probed_cache(self.layer_idx, key[0], value[0], window, self.scaling)
         store_kv(key[0], value[0], *cache, slots, backend=step.backend)
-        attended = self._attend(query[0, context.shape[1] :], cache, window, step)
+        attended = self._attend(query[0], cache, window, step)
         return self.o_proj(attended.flatten(1))[None]
 
     def _attend(self, query: Tensor, cache: KVCache, window: int, step: PagedStep) -> Tensor:
@@ -130,6 +128,12 @@ class DFlashAttention(Qwen3Attention):
             attended = cross_attention(query, *cache, *pages, **options)
         assert isinstance(attended, Tensor)
         return attended
+
+
+def rotated(states: Tensor, factors: tuple[Tensor, ...]) -> Tensor:
+    """Return states [B, T, H, D] rotated by the cosines and sines [B, T, D] of their places."""
+    cos, sin = (part[:, :, None] for part in factors)
+    return states * cos + rotate_half(states) * sin
 
 
 def row_by_row(step: PagedStep) -> PagedStep:
