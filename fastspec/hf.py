@@ -35,10 +35,13 @@ _HEURISTIC = ("heuristic", "heuristic_transient")  # same here: nothing carries 
 _REFUSED = (
     *("num_beams", "num_beam_groups", "constraints", "force_words_ids", "penalty_alpha"),
     *("dola_layers", "guidance_scale", "output_scores", "output_logits", "output_attentions"),
-    *("output_hidden_states", "cache_implementation", "is_assistant", "speculation_type"),
+    *("output_hidden_states", "cache_implementation", "is_assistant"),
     *("assistant_ensemble_weight", "assistant_confidence_threshold"),
 )
-_ASKED = "num_assistant_tokens, prompt_lookup_num_tokens, assistant_early_exit, use_mtp"
+_ASKED = (
+    "num_assistant_tokens, prompt_lookup_num_tokens, assistant_early_exit, use_mtp,"
+    " speculation_type"
+)
 _DEFAULT_ASSISTANT_TOKENS = 20
 _DEFAULT_NGRAM_SIZE = 2
 # Inputs that `generate` prepares for a forward pass and the engine makes itself.
@@ -354,12 +357,19 @@ def _asked_spec(config: GenerationConfig) -> SpecConfig | None:
     """Return the spec that the fields of assisted generation ask for; None if all are default."""
     count, lookup = config.num_assistant_tokens, config.prompt_lookup_num_tokens
     exit_layer, use_mtp = config.assistant_early_exit, config.use_mtp or None
+    kind = getattr(config, "speculation_type", None)  # new in transformers 5.24
+    require("speculation_type", kind, kind in (None, "dflash"), "'dflash'")
     if exit_layer is not None:
-        refuse("use_mtp", use_mtp, "cannot be combined with assistant_early_exit")
+        why = "cannot be combined with assistant_early_exit"
+        refuse("use_mtp", use_mtp, why)
+        refuse("speculation_type", kind, why)
+    if use_mtp:
+        refuse("speculation_type", kind, "cannot be combined with use_mtp")
     if lookup is not None:
         why = "cannot be combined with prompt_lookup_num_tokens"
         refuse("assistant_early_exit", exit_layer, why)
         refuse("use_mtp", use_mtp, why)
+        refuse("speculation_type", kind, why)
         most = config.max_matching_ngram_size or _DEFAULT_NGRAM_SIZE
         return SpecConfig("prompt_lookup", lookup, prompt_lookup_min=1, prompt_lookup_max=most)
     asked: dict[str, Any] = {}
@@ -374,6 +384,8 @@ def _asked_spec(config: GenerationConfig) -> SpecConfig | None:
         asked |= {"method": "early_exit", "exit_layer": exit_layer}
     if use_mtp:
         asked["method"] = "mtp"
+    if kind is not None:
+        asked["method"] = kind
     return SpecConfig(**asked) if asked else None
 
 

@@ -148,9 +148,16 @@ def test_transformers_own_model(target, draft, tmp_path):
         assert drafter_of(engine).name == "dflash"
         check_drafts(engine, draft, target)
     options = {"max_new_tokens": NUM_TOKENS, "do_sample": False, "eos_token_id": None}
-    for name in ("drafter", "assistant_model"):
-        ids = hf_generate(target, torch.tensor(PROMPTS[:1]), **{name: model}, **options)
+    given = {"drafter": model}, {"assistant_model": model}
+    for more in (*given, {"assistant_model": model, "speculation_type": "dflash"}):
+        ids = hf_generate(target, torch.tensor(PROMPTS[:1]), **more, **options)
         assert ids[0].tolist() == PROMPTS[0] + texts_of(target)[0]
+    for wrong, match in (
+        ({"speculation_type": "other", "drafter": model}, "speculation_type: expected 'dflash'"),
+        ({"speculation_type": "dflash", "use_mtp": True}, "cannot be combined with use_mtp"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            hf_generate(target, torch.tensor(PROMPTS[:1]), **wrong, **options)
     with pytest.raises(ValueError, match="MuseGlimmerAssistantModel"):
         Engine(model)
 
