@@ -146,7 +146,7 @@ def test_hf_generate(target):
     for other in ({"assistant_early_exit": 1}, {"prompt_lookup_num_tokens": 2}):
         with pytest.raises(ValueError, match="use_mtp: cannot be combined with"):
             hf_generate(target, given, use_mtp=True, **other, **options)
-    with pytest.raises(ValueError, match="use_mtp: cannot go with spec"):
+    with pytest.raises(ValueError, match="use_mtp, speculation_type: cannot go with spec"):
         hf_generate(target, given, use_mtp=True, spec=SpecConfig("mtp", 2), **options)
 
 

@@ -134,7 +134,7 @@ def test_every_field_is_a_declared_option(config):
 def test_what_is_told_of_an_option_that_is_not_given_is_what_counts():
     told = {name: f"{o.help} {o.details}" for name, o in options_of(SpecConfig).items()}
     assert not any("{usual}" in text for text in told.values())
-    assert "by default 5 (suffix: 24, mtp: 3), " in told["num_speculative_tokens"]
+    assert "by default 5 (suffix: 24, mtp: 3, dflash: 15), " in told["num_speculative_tokens"]
     counts = [SpecConfig(method).num_draft_tokens() for method in ("mag", "suffix")]
     assert counts == [5, 24]
     factor, least, kept = SpecConfig("suffix").suffix_limits
