@@ -1,4 +1,4 @@
-"""SmolLM2's greedy ids in float32 by every method, compared with those of transformers' `generate`.
+"""SmolLM2's greedy ids in float32 by all methods that have a draft for it, beside `generate`'s.
 
 `python -m benchmarks.same_ids` decodes the bundled chat prompts with each method and appends a
 record; `python -m benchmarks.report` prints it. SmolLM2 has to be fetched. Nothing is timed, so
@@ -69,10 +69,10 @@ def of_generate(target: str, prompts: list[list[int]], max_tokens: int) -> list[
 
 
 def compared(
-    engine: Engine, prompts: list[list[int]], expected: list[list[int]]
+    engine: Engine, prompts: list[list[int]], expected: list[list[int]], max_tokens: int
 ) -> dict[str, float]:
     """Of how many prompts our ids are the expected ones, and what a pass brought."""
-    params = SamplingParams(temperature=0, max_tokens=max(map(len, expected)))
+    params = SamplingParams(temperature=0, max_tokens=max_tokens)
     outputs = [engine.generate([prompt], params)[0] for prompt in tqdm(prompts)]
     equal = sum([*out.token_ids] == ids for out, ids in zip(outputs, expected, strict=True))
     stats = engine.stats
@@ -92,6 +92,9 @@ def main() -> None:
         specs = {
             name: spec for name, spec in specs.items() if any(w in name for w in options.words)
         }
+        for word in options.words:
+            if not any(word in name for name in specs):
+                parser.error(f"words: no method contains {word!r} (some need --draft)")
     tokenizer = load_tokenizer("target", TARGET)
     prompts = tokenize_prompts(tokenizer, bundled_prompts(options.num_prompts, chat=True), True)
     expected = of_generate(TARGET, prompts, options.max_tokens)
@@ -99,7 +102,7 @@ def main() -> None:
     for name, spec in specs.items():
         draft = options.draft if name in SPECS_OF_A_DRAFT else DRAFTS.get(name)
         engine = Engine(TARGET, draft, spec=spec, config=CONFIG)
-        methods[name] = compared(engine, prompts, expected)
+        methods[name] = compared(engine, prompts, expected, options.max_tokens)
         sys.stderr.write(f"{name}: {json.dumps(methods[name])}\n")
     record = {
         "op": "same_ids",

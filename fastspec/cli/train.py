@@ -183,7 +183,7 @@ def _train_on_states(
         run = settings, files.out, files.resume
         record = train_on_states(kind, model, draft, training, held_out, *run, *calls, shape)
     accepted = ", ".join(f"{part:.2f}" for part in record["greedy_acceptance"])
-    report = f"acceptance rate at each position, if those before it were accepted: {accepted}"
+    report = f"acceptance rate at each position, after the text's own tokens: {accepted}"
     _report(files, record, report)
 
 

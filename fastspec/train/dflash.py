@@ -24,7 +24,7 @@ from fastspec.train.new_drafts import llama_config, weights_of
 from fastspec.train.options import DraftShape
 from fastspec.train.states import StatesLesson, StatesTrainer, Text, shape_and_tokens
 
-_SPREAD = 3  # blocks begin so many times as often as they would side by side
+_OVERLAP = 3  # about as many blocks contain each token
 
 
 def make_dflash(
@@ -33,11 +33,12 @@ def make_dflash(
     """Make a draft whose layers start as the target's last ones, with its embeddings and head.
 
     It reads the inputs of five layers spread over the target, or of all after the first if they are
-    fewer. The mask token is the last of those that the texts' answers have least. A reduced
-    vocabulary consists of the most frequent tokens of the answers.
+    fewer. The mask token is the rarest in the answers, of several the one with the highest id. A
+    reduced vocabulary consists of the most frequent tokens of the answers.
 
     Raises:
-        ValueError: the shape does not fit the target.
+        ValueError: the shape or block size does not fit, or the target has one layer, no list of
+            layers, or a head with a bias.
     """
     num_layers = len(layers_of(target))
     if num_layers < 2:
@@ -45,12 +46,12 @@ def make_dflash(
     fields, token_ids = shape_and_tokens(target, texts, shape)
     answers = torch.cat([text.token_ids[text.start :] for text in texts])
     counts = answers.bincount(minlength=fields["vocab_size"])
-    embeddings: Any = deepcopy(block_embeddings(target)).float().requires_grad_(False)
-    is_used = embeddings.weight.any(dim=1).cpu()  # rows that only pad a vocabulary may be zero
+    embeddings: Any = deepcopy(block_embeddings(target)).float()
+    counts[~embeddings.weight.any(dim=1).cpu()] = len(answers) + 1  # not a row that only pads
     fields |= {
         "target_layers": _layers_read(num_layers),
         "block_size": block_size,
-        "mask_token_id": int((counts == counts[is_used].min()).logical_and(is_used).nonzero()[-1]),
+        "mask_token_id": int((counts == counts.min()).nonzero()[-1]),
     }
     draft: Any = DFlashDraft(llama_config(fields, DFlashConfig))
     _start_as_last_layers(draft, target)
@@ -83,38 +84,39 @@ def _start_as_last_layers(draft: DFlashDraft, target: PreTrainedModel) -> None:
 
 
 def in_blocks(
-    draft: DFlashDraft, lesson: StatesLesson, num_steps: int, first: int = 0
+    draft: DFlashDraft, lesson: StatesLesson, num_steps: int, shift: int = 0
 ) -> Iterable[tuple[Tensor, Tensor]]:
     """Yield for each token of a block after its first the head's input [N, E], and the place [N] of
     each row; a row with place t is trained on the target's output at place t.
 
-    Blocks begin at every few tokens of the answers, from `first` on.
+    Blocks of num_steps + 1 tokens begin at every few tokens of an answer, from its last given token
+    on, shifted by `shift` modulo their distance.
     """
     kind = lesson.features.dtype
     with torch.autocast(lesson.features.device.type, torch.bfloat16, kind == torch.bfloat16):
-        yield from _in_blocks(draft, lesson, num_steps, first)
+        yield from _in_blocks(draft, lesson, num_steps, shift)
 
 
 def _in_blocks(
-    draft: DFlashDraft, lesson: StatesLesson, num_steps: int, first: int
+    draft: DFlashDraft, lesson: StatesLesson, num_steps: int, shift: int
 ) -> Iterable[tuple[Tensor, Tensor]]:
     device, size = lesson.features.device, num_steps + 1
     lengths, width = lesson.lengths, int(lesson.lengths.max())
     is_token = torch.arange(width, device=device) < lengths[:, None]
     text, column = is_token.nonzero(as_tuple=True)  # [T]
     begins = lengths.cumsum(0) - lengths  # the place of each text's first token
-    every = max(1, size // _SPREAD)
+    stride = max(1, size // _OVERLAP)
     # Blocks begin with the last given token, or a token of the answer that another one follows.
-    count = int((lengths - lesson.starts).max()) // every + 1
-    offset = first % (lengths - lesson.starts).clamp(max=every)  # each text has a block
-    steps = every * torch.arange(count, device=device)
+    count = int((lengths - lesson.starts).max()) // stride + 1
+    offset = shift % (lengths - lesson.starts).clamp(max=stride)  # each text has a block
+    steps = stride * torch.arange(count, device=device)
     starts = (lesson.starts - 1 + offset)[:, None] + steps
     is_block = starts + 1 < lengths[:, None]  # [B, A]
     starts = starts.clamp(max=width - 1)
     places = starts[..., None] + torch.arange(size, device=device)  # [B, A, S]
     ids = torch.full(places.shape, draft.config.mask_token_id, device=device)
-    known = (begins[:, None] + starts).clamp(max=len(lesson.token_ids) - 1)
-    ids[..., 0] = lesson.token_ids[known]
+    first_rows = (begins[:, None] + starts).clamp(max=len(lesson.token_ids) - 1)
+    ids[..., 0] = lesson.token_ids[first_rows]
     context = draft.hidden_norm(draft.fc(lesson.features.to(draft.fc.weight.dtype)))
     context = context.new_zeros(len(lengths), width, context.shape[-1]).index_put(
         (text, column), context
@@ -187,13 +189,16 @@ class DFlashTrainer(StatesTrainer):
     """
 
     kind = "dflash"
+    first_learnt = 1
 
     @property
     def num_steps(self) -> int:
         return cast(Any, self.draft).config.block_size - 1
 
-    def rows(self, lesson: StatesLesson, num_steps: int) -> Iterable[tuple[Tensor, Tensor]]:
-        return in_blocks(cast(Any, self.draft), lesson, num_steps, int(self.record["steps"]))
+    def rows(
+        self, lesson: StatesLesson, num_steps: int, done: int
+    ) -> Iterable[tuple[Tensor, Tensor]]:
+        return in_blocks(cast(Any, self.draft), lesson, num_steps, done)
 
     def weight(self, step: int) -> float:
         return exp(-2 * step / self.num_steps)

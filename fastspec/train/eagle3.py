@@ -18,6 +18,7 @@ from fastspec.train.new_drafts import llama_config, weights_of
 from fastspec.train.options import DraftShape
 from fastspec.train.states import StatesLesson, StatesTrainer, Text, shape_and_tokens
 
+_STEPS = 4
 _STEP_WEIGHT = 0.8  # weight of a step relative to the previous one, as published
 
 
@@ -148,16 +149,19 @@ class Eagle3Trainer(StatesTrainer):
     """Trains a draft over several drafting steps, each of which reads the one before."""
 
     kind = "eagle3"
+    first_learnt = 2
 
     @property
     def num_steps(self) -> int:
-        return 4
+        return _STEPS
 
     @property
     def num_steps_measured(self) -> int:
-        return 5
+        return _STEPS + 1  # as drafts may be longer
 
-    def rows(self, lesson: StatesLesson, num_steps: int) -> Iterable[tuple[Tensor, Tensor]]:
+    def rows(
+        self, lesson: StatesLesson, num_steps: int, done: int
+    ) -> Iterable[tuple[Tensor, Tensor]]:
         return unrolled(cast(Any, self.draft), lesson, num_steps)
 
     def weight(self, step: int) -> float:

@@ -4,6 +4,7 @@ import json
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,15 +70,15 @@ def shape_and_tokens(
     Raises:
         ValueError: the shape does not fit the target.
     """
-    size, most = shape.hidden_size, target.config.get_text_config(decoder=True).hidden_size
-    require("hidden_size", size, size in (None, most), "the target's")
+    size, own = shape.hidden_size, target.config.get_text_config(decoder=True).hidden_size
+    require("hidden_size", size, size in (None, own), f"{own}, the target's")
     head: Any = target.get_output_embeddings()
     vocab_size = len(head.weight)
     num_ids = shape.reduced_vocab_size or vocab_size
     require("reduced_vocab_size", num_ids, num_ids <= vocab_size, f"at most {vocab_size}")
     width = shape.intermediate_size
-    own = {} if width is None else {"intermediate_size": width}
-    fields: dict[str, Any] = llama_shape(target, shape.layers, own)
+    given = {} if width is None else {"intermediate_size": width}
+    fields: dict[str, Any] = llama_shape(target, shape.layers, given)
     fields |= {"vocab_size": vocab_size, "draft_vocab_size": num_ids}
     answers = torch.cat([text.token_ids[text.start :] for text in texts])
     return fields, most_frequent(answers, num_ids).to(target.device)
@@ -88,9 +89,10 @@ class StatesLesson:
     """One packed batch of texts, T tokens in all.
 
     Attributes:
-        token_ids: [T].
-        lengths, starts: [B], see `Text`.
-        features: [T, L * E], the target's hidden states that the draft reads.
+        token_ids: [T] int64.
+        lengths, starts: [B] int64, see `Text`.
+        features: [T, L * E], the target's hidden states that the draft reads; these and the others
+            have the target's dtype.
         target_probs: [T, R], over the tokens that the draft can write.
         last_hidden: [T, E], the input of the target's head.
     """
@@ -164,6 +166,7 @@ class StatesTrainer(DraftTrainer):
     """Trains a draft on the target's distribution, over several drafting steps at once."""
 
     kind: str  # of the draft
+    first_learnt: int  # place of the first token of a text that it can guess
 
     @property
     @abstractmethod
@@ -176,9 +179,14 @@ class StatesTrainer(DraftTrainer):
         return self.num_steps
 
     @abstractmethod
-    def rows(self, lesson: StatesLesson, num_steps: int) -> Iterable[tuple[Tensor, Tensor]]:
+    def rows(
+        self, lesson: StatesLesson, num_steps: int, done: int
+    ) -> Iterable[tuple[Tensor, Tensor]]:
         """Yield for each drafting step the head's input [N, E], and the place [N] of each row; a
-        row with place t is trained on the target's output at place t."""
+        row with place t is trained on the target's output at place t.
+
+        done: optimizer steps before this one, 0 to measure.
+        """
 
     @abstractmethod
     def weight(self, step: int) -> float:
@@ -200,11 +208,11 @@ class StatesTrainer(DraftTrainer):
         weight = self.options.acceptance
         losses = [
             FrozenHeadLoss.apply(rows.to(head.dtype), head, lesson.target_probs[places], weight)
-            for rows, places in self.rows(lesson, self.num_steps)
+            for rows, places in self.rows(lesson, self.num_steps, int(self.record["steps"]))
         ]
         weights = torch.tensor([self.weight(step) for step in range(len(losses))])
         loss = (torch.stack(losses) * weights.to(losses[0])).sum() / weights.sum()
-        return loss, (lesson.lengths - lesson.starts.clamp(min=2)).sum()
+        return loss, (lesson.lengths - lesson.starts.clamp(min=self.first_learnt)).sum()
 
 
 @torch.no_grad()
@@ -216,10 +224,12 @@ def measure_acceptance(
     indices: Tensor,
     num_steps: int,
 ) -> dict[str, list[float]]:
-    """Measure a draft's acceptance rate for each drafting step.
+    """Measure a draft's acceptance rate for each drafting step, over places of the texts.
+
+    What comes before is the text's own, whether or not the draft would have guessed it.
 
     Args:
-        rows_of: see `StatesTrainer.rows`.
+        rows_of: see `StatesTrainer.rows`; with a lesson and num_steps.
         reduced: the draft's head.
     Returns:
         "sampled_acceptance", at temperature 1, and "greedy_acceptance", by step, up to the last
@@ -286,7 +296,7 @@ def train_on_states(
     trainer.run(advance)
     places = torch.arange(len(texts), len(texts) + len(held_out))
     most = trainer.num_steps_measured
-    measured = trainer.rows, draft.lm_head, target, teacher, places, most
+    measured = partial(trainer.rows, done=0), draft.lm_head, target, teacher, places, most
     record = trainer.record | measure_acceptance(*measured)
     write_whole(json.dumps(record, indent=1) + "\n", out / "record.json")
     kind.save(draft, out)

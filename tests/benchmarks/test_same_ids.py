@@ -1,5 +1,7 @@
 """The comparison of our greedy ids with those of `generate`, on the bundled pair."""
 
+import pytest
+
 from benchmarks import report, same_ids
 from fastspec import Engine, SpecConfig
 from fastspec.config.methods import methods
@@ -13,12 +15,12 @@ def test_ids_are_compared_and_told():
     rows = {}
     for name in ("none", "draft_model"):
         engine = Engine("tiny", spec=SpecConfig(name), config=same_ids.CONFIG)
-        rows[name] = same_ids.compared(engine, prompts, expected)
+        rows[name] = same_ids.compared(engine, prompts, expected, 12)
     assert rows["none"] == {"equal": 2, "tokens_per_step": 1.0}
     assert rows["draft_model"]["equal"] == 2
     assert rows["draft_model"]["tokens_per_step"] > 1
     expected[1][-1] += 1
-    assert same_ids.compared(engine, prompts, expected)["equal"] == 1
+    assert same_ids.compared(engine, prompts, expected, 12)["equal"] == 1
     record = {
         "cpu": "a processor",
         "threads": 1,
@@ -40,3 +42,10 @@ def test_every_method_of_the_package_is_compared():
     specs = same_ids.SPECS | same_ids.SPECS_OF_A_DRAFT
     left = {"auto", "mtp", "dflash", "gemma_assistant"}  # nothing for SmolLM2 has their drafts
     assert {spec.method for spec in specs.values()} == set(methods()) - left
+
+
+def test_words_that_no_method_contains_are_refused(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["same_ids", "draft_model"])
+    with pytest.raises(SystemExit):
+        same_ids.main()
+    assert "no method contains 'draft_model'" in capsys.readouterr().err

@@ -46,7 +46,7 @@ def stored(draft: DFlashDraft, folder: Path, **others: Any) -> Path:
     """Write a draft in the layout of its authors."""
     config = draft.config.to_dict() | {"model_type": "qwen3", "architectures": ["DFlashDraftModel"]}
     layers = config.pop("target_layers")
-    config.pop("windows_are_causal")
+    config["is_causal"] = None if config.pop("windows_are_causal") else False
     mask = config.pop("mask_token_id")
     nested = {"mask_token_id": mask, "target_layer_ids": [layer - 1 for layer in layers]}
     return _write(draft, folder, config | {"dflash_config": nested} | others)
@@ -112,7 +112,7 @@ def expected_logits(draft: DFlashDraft, target: Any, text: list[int], size: int 
         read = torch.cat([states[layer] for layer in config.target_layers or ()], dim=-1)
         context = draft.hidden_norm(draft.fc(read.to(draft.fc.weight.dtype)))
     block = torch.tensor([[text[-1]] + [config.mask_token_id] * (size - 1)])
-    hidden = target.get_input_embeddings()(block)
+    hidden = target.get_input_embeddings().weight[block] * config.input_embedding_scale
     cos, sin = draft.rotary_emb(hidden, torch.arange(total)[None])
     query_at, key_at = torch.arange(length, total)[:, None], torch.arange(total)
 
@@ -142,4 +142,7 @@ def expected_logits(draft: DFlashDraft, target: Any, text: list[int], size: int 
         attended = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), value)
         hidden = hidden + part.o_proj(attended.flatten(2))
         hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-    return target.get_output_embeddings()(draft.norm(hidden))[0, 1:]
+    logits = target.get_output_embeddings()(draft.norm(hidden))[0, 1:] * config.output_multiplier
+    if cap := config.final_logit_softcapping:
+        logits = cap * torch.tanh(logits / cap)
+    return logits

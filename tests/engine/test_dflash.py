@@ -18,7 +18,7 @@ from .dflash_models import (
     stored_as_speculators,
 )
 from .helpers import ALPHA, VOCAB_SIZE, generated_greedily, ids_of, p_value
-from .probes import drafter_of, noted_drafts
+from .probes import draft_model_of, drafter_of, noted_drafts
 
 NUM_TOKENS = 20
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -70,10 +70,10 @@ def check_drafts(engine, draft, target, most=None):
     ],
     ids=["full", "windows", "causal windows", "longer block"],
 )
+@pytest.mark.parametrize("write", [stored, stored_as_speculators])
 @pytest.mark.parametrize("num", [3, 20])
-def test_drafts_are_those_of_a_plain_pass(target, tmp_path, fields, num):
+def test_drafts_are_those_of_a_plain_pass(target, tmp_path, fields, num, write):
     draft = random_dflash(target, **fields)
-    write = stored_as_speculators if "windows_are_causal" in fields else stored
     spec = SpecConfig("dflash", num, **ACCEPTED)
     engine = Engine(target, write(draft, tmp_path), spec=spec, config=SMALL)
     drafts = check_drafts(engine, draft, target, most=num)
@@ -105,6 +105,24 @@ def test_the_plain_pass_is_that_of_transformers(target, draft):
                 )
                 logits = target.get_output_embeddings()(out.last_hidden_state)[0, 1:]
             torch.testing.assert_close(logits, expected_logits(draft, target, text))
+
+
+def test_scaled_embeddings_and_logits(target, tmp_path):
+    """As the authors' models for some targets have them; sampling needs the logits themselves."""
+    fields = {
+        "input_embedding_scale": 3.0,
+        "output_multiplier": 0.7,
+        "final_logit_softcapping": 4.0,
+    }
+    draft = random_dflash(target, **fields)
+    engine = Engine(target, stored(draft, tmp_path), config=SMALL)
+    seen = []
+    model = draft_model_of(engine)
+    read = model._read_blocks
+    model._read_blocks = lambda *args: seen.append(read(*args)) or seen[-1]
+    engine.generate(PROMPTS[:1], GREEDY)
+    expected = expected_logits(draft, target, PROMPTS[0])
+    torch.testing.assert_close(seen[0][0], expected[: seen[0].shape[1]])
 
 
 def test_layouts(target, draft, tmp_path):
@@ -323,12 +341,17 @@ def test_what_does_not_fit(target, draft, folder, tmp_path):
     refused("must be equal to the number of `layer_types`", written("kinds", layer_types=kinds))
     unknown = written("window", layer_types=["sliding_attention"] * 2, sliding_window=None)
     refused("sliding_window: expected", unknown)
+    refused("is_causal: expected false", written("causal", is_causal=True))
+    refused(
+        "shift_label: expected False",
+        written("shifted", dflash_config=nested | {"shift_label": True}),
+    )
     for name, value in (("mask_token_id", None), ("shift_label", True), ("block_size", "a")):
         other = stored_as_speculators(draft, tmp_path / name, **{name: value})
         refused(f"{name}: expected", other)
     loaded = load_dflash(folder, EngineConfig(), target)
     refused("loaded for another target", loaded, target_of_size(64))
-    refused("loaded for another target", random_dflash(target))
+    refused("has no embeddings", random_dflash(target))
     other = stored_as_speculators(draft, tmp_path / "anchor", sample_from_anchor=True)
     refused("sample_from_anchor: expected False", other)
     other = stored_as_speculators(draft, tmp_path / "domino", projector_type="domino")

@@ -22,8 +22,8 @@ from fastspec.models.weight_files import check_shape, fill, read_weights
 _ARCHITECTURE = "DFlashDraftModel"
 MODEL_TYPE = "muse_glimmer_assistant"  # transformers' own
 _EMBEDDINGS, _HEAD = "embed_tokens.weight", "lm_head.weight"
-# Fields of speculators' configurations that tell later variants apart.
-_OF_OTHERS = {"sample_from_anchor": False, "projector_type": "dflash", "shift_label": False}
+# Fields by which later variants differ, with their values in DFlash.
+_PLAIN = {"sample_from_anchor": False, "projector_type": "dflash", "shift_label": False}
 _NAMES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}  # transformers' to ours
 
 
@@ -32,9 +32,8 @@ def is_dflash(source: str | Path | PreTrainedModel, read_config: ReadConfig = lo
     if isinstance(source, PreTrainedModel):
         return isinstance(source, DFlashDraft) or source.config.model_type == MODEL_TYPE
     config = read_config("drafter", source)
-    is_named = _ARCHITECTURE in (config.architectures or ())
-    is_ours = config.model_type in (MODEL_TYPE, DFlashConfig.model_type)
-    return is_named or is_ours or getattr(config, SPECULATORS, None) == "dflash"
+    is_named = _ARCHITECTURE in (config.architectures or ()) or config.model_type == MODEL_TYPE
+    return is_named or getattr(config, SPECULATORS, None) == "dflash"
 
 
 def load_dflash(
@@ -71,7 +70,9 @@ def _check_fits(draft: DFlashDraft, target: PreTrainedModel) -> None:
     config = draft.config
     given = draft.dtype, config.target_hidden_size, config.vocab_size
     expected = target.get_decoder().dtype, size, len(head.weight)
-    if given != expected or isinstance(draft.embed_tokens, nn.Identity):
+    if isinstance(draft.embed_tokens, nn.Identity):
+        raise ValueError("drafter: this DFlash draft has no embeddings; give its folder")
+    if given != expected:
         raise ValueError(
             f"drafter: this DFlash draft was loaded for another target: dtype, hidden size and"
             f" vocabulary are {given}, the target's {expected}; give its folder"
@@ -93,14 +94,19 @@ def save_dflash(draft: Any, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     layer = draft.config.to_diff_dict() | {"model_type": "qwen3"}
+    own = (
+        *("block_size", "mask_token_id", "target_layers", "target_hidden_size"),
+        *("draft_vocab_size", "windows_are_causal"),
+    )
+    fields = {name: layer.pop(name, getattr(draft.config, name)) for name in own}
     config = {
         SPECULATORS: "dflash",
         "architectures": [_ARCHITECTURE],
-        "aux_hidden_state_layer_ids": layer.pop("target_layers"),
-        "mask_token_id": layer.pop("mask_token_id"),
-        "block_size": draft.config.block_size,
+        "aux_hidden_state_layer_ids": fields["target_layers"],
+        "mask_token_id": fields["mask_token_id"],
+        "block_size": fields["block_size"],
         "draft_vocab_size": len(token_ids),
-        "sliding_window_non_causal": not draft.config.windows_are_causal,
+        "sliding_window_non_causal": not fields["windows_are_causal"],
         "transformer_layer_config": layer,
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -167,6 +173,7 @@ def _fields(stored: dict[str, Any]) -> dict[str, Any]:
     if stored.get("model_type") == MODEL_TYPE:
         stored = {"use_sliding_window": True, **stored}
     given = {**stored, **nested}
+    _check_plain(given)
     written = given.get("target_layer_ids") or _usual_layers(stored)
     fits = isinstance(written, list) and all(map(is_int, written))
     require("target_layer_ids", written, fits, "a list of numbers of layers")
@@ -176,16 +183,36 @@ def _fields(stored: dict[str, Any]) -> dict[str, Any]:
         "target_layers": [layer + 1 for layer in written],
         "block_size": given.get("block_size", 16),
         "mask_token_id": given.get("mask_token_id"),
+        "windows_are_causal": _windows_are_causal(given),
+        "input_embedding_scale": given.get("input_embedding_scale", 1.0),
+        "output_multiplier": given.get("output_multiplier", 1.0),
+        "final_logit_softcapping": given.get("final_logit_softcapping"),
     }
+
+
+def _windows_are_causal(given: dict[str, Any]) -> bool:
+    """Whether layers with a window are causal in the layout of the authors, or of transformers."""
+    if given.get("model_type") == MODEL_TYPE:
+        return False
+    causal = given.get("is_causal", given.get("causal"))
+    require("is_causal", causal, causal is None or isinstance(causal, bool), "a bool")
+    has_full = "full_attention" in (given.get("layer_types") or ["full_attention"])
+    fits = not (causal and has_full)
+    require("is_causal", causal, fits, "false, as layers without a window are not causal here")
+    return causal is not False
+
+
+def _check_plain(given: dict[str, Any]) -> None:
+    for name, usual in _PLAIN.items():
+        value = given.get(name)
+        fits = value in (None, usual)
+        require(name, value, fits, f"{usual!r}, as other drafts are not supported")
 
 
 def _fields_of_speculators(stored: dict[str, Any]) -> dict[str, Any]:
     kind = stored[SPECULATORS]
     require(SPECULATORS, kind, kind == "dflash", "'dflash'")
-    for name, usual in _OF_OTHERS.items():
-        given = stored.get(name)
-        fits = given in (None, usual)
-        require(name, given, fits, f"{usual!r}, as other drafts are not supported")
+    _check_plain(stored)
     layer = stored.get("transformer_layer_config")
     require("transformer_layer_config", layer, isinstance(layer, dict), "a mapping")
     assert isinstance(layer, dict)

@@ -31,6 +31,9 @@ class DFlashConfig(Qwen3Config):
         target_layers: layers of the target whose inputs it reads.
         target_hidden_size: size of each of these; None = its own.
         draft_vocab_size: number of tokens that it can write; None = all.
+        input_embedding_scale: factor of the target's embeddings.
+        output_multiplier: factor of the head's logits.
+        final_logit_softcapping: c, makes c * tanh(logits / c) of them; None or 0 = nothing.
         windows_are_causal: whether a row of a layer with a sliding window W sees only the W tokens
             up to itself; otherwise it sees its block and W tokens before that, and in layers
             without a window, which are never causal, the block and all tokens before it.
@@ -46,6 +49,9 @@ class DFlashConfig(Qwen3Config):
     target_hidden_size: int | None = None
     draft_vocab_size: int | None = None
     windows_are_causal: bool = False
+    input_embedding_scale: float = 1.0
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float | None = None
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
@@ -85,7 +91,7 @@ class BlockView:
 
 
 class DFlashAttention(Qwen3Attention):
-    """Attention of a block to a text, of which only the target's states are known, and itself."""
+    """Attention from a block to itself and to the text before, known only by the target's states."""
 
     def __init__(self, config: DFlashConfig, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -98,9 +104,9 @@ class DFlashAttention(Qwen3Attention):
         context: Tensor,  # [1, C, E]
         position_embeddings: tuple[Tensor, Tensor],  # of the context's rows, then the block's
         slots: Tensor,  # [C + Q] int64
-        step: PagedStep,
+        step: PagedStep,  # with only the block's rows
     ) -> Tensor:
-        """Store keys and values of all rows; return what those of the block see, [1, Q, E]."""
+        """Store keys and values of all rows; return the output of the block's rows [1, Q, E]."""
         both = torch.cat([context, block], dim=1)
         key, value, query = (
             project(states).unflatten(-1, (-1, self.head_dim))
@@ -162,11 +168,12 @@ class DFlashLayer(nn.Module):
 
 
 class DFlashDraft(PreTrainedModel, GenerationMixin):
-    """A DFlash draft with the embeddings and the head of its target; weights have published names.
+    """A DFlash draft, with the published names of its weights and the embeddings of its target.
 
-    Row 0 of a block reads the last token of the text, the others the mask token, and row i guesses
-    the token at its own place. All see the target's states of the text before them, which become
-    keys and values without a pass, and each other.
+    Row 0 of a block reads the last token of the text, row i > 0 the mask token, and guesses the
+    token at its own place. Rows attend to each other and to the text before the block, whose keys
+    and values each layer computes directly from the target's states; for layers with a window see
+    `DFlashConfig`.
 
     Source: Chen et al., "DFlash: Block Diffusion for Flash Speculative Decoding", arXiv 2602.06036.
     """
@@ -214,18 +221,20 @@ class DFlashDraft(PreTrainedModel, GenerationMixin):
             order = torch.arange(input_ids.shape[1], device=input_ids.device)
             states = self.fc.weight.new_zeros((0, self.fc.in_features))
             view = BlockView(states, order, paged_step, order[:1])
-        hidden = self.embed_tokens(input_ids[:, view.rows])
+        config = self.config
+        hidden = self.embed_tokens(input_ids[:, view.rows]) * config.input_embedding_scale
         context = self.hidden_norm(self.fc(view.states))[None]
         factors = self.rotary_emb(hidden, position_ids[:, view.order])
         slots = paged_step.slot_mapping[view.order]
         for layer in self.layers:
             hidden = layer(hidden, context, factors, slots, view.blocks)
-        return CausalLMOutputWithPast(logits=self.lm_head(self.norm(hidden[:, view.kept])))
+        logits = self.lm_head(self.norm(hidden[:, view.kept])) * config.output_multiplier
+        if cap := config.final_logit_softcapping:
+            logits = cap * torch.tanh(logits / cap)
+        return CausalLMOutputWithPast(logits=logits)
 
 
-def block_embeddings(target: PreTrainedModel) -> nn.Module:
-    """Return the target's embeddings as blocks read them, without the norm that some have."""
+def block_embeddings(target: PreTrainedModel) -> nn.Embedding:
+    """Return the target's embeddings as blocks read them: without the scale or norm of its own."""
     embeddings: Any = target.get_input_embeddings()
-    if not hasattr(embeddings, "embed_norm"):
-        return embeddings
     return nn.Embedding.from_pretrained(embeddings.weight.detach())
