@@ -91,7 +91,7 @@ class BlockView:
 
 
 class DFlashAttention(Qwen3Attention):
-    """Attention from a block to itself and to the text before, known only by the target's states."""
+    """Attention from a block to itself and to the text before it, known by the target's states."""
 
     def __init__(self, config: DFlashConfig, layer_idx: int):
         super().__init__(config, layer_idx)
