@@ -20,7 +20,11 @@ BUNDLED = {
 FETCHED = ("smollm2",)
 # Draft models by target and method; "" for all other methods.
 _DRAFTS: dict[str, dict[str, str | None]] = {
-    "tiny": {"": "tiny-draft", "glide": "tiny-glide", "eagle3": None},
+    "tiny": {
+        "": "tiny-draft",
+        "glide": "tiny-glide",
+        **dict.fromkeys(("eagle3", "dflash", "gemma_assistant")),
+    },
     "smollm2": {"eagle3": "smollm2-eagle3", "glide": "smollm2-glide"},
 }
 

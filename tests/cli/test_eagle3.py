@@ -99,6 +99,7 @@ def test_smollm2_has_one_of_its_own():
     assert own_draft("smollm2", "eagle3") == "smollm2-eagle3"
     assert own_draft("smollm2", "glide") == "smollm2-glide"
     assert own_draft("tiny", "eagle3") is None
+    assert own_draft("tiny", "dflash") is None
 
 
 def test_auto_is_what_suits_the_draft_of_smollm2():
