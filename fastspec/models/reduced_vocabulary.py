@@ -5,6 +5,7 @@ over these (FR-Spec, arXiv 2502.14856). Verification is unchanged; the head, whi
 the weights that a shallow draft reads per token, becomes small.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,24 @@ def stored_token_ids(tensors: dict[str, Tensor], vocab_size: int) -> Tensor:
             says = "there is no d2t" if offsets is None else "d2t names other tokens"
             raise ValueError(f"t2d: marks {len(marked)} of {vocab_size} tokens, but {says}")
     return token_ids
+
+
+def save_beside_target(draft: PreTrainedModel, config: dict[str, Any], folder: Path) -> None:
+    """Write a draft in bfloat16 with a published layout, without the embeddings and the head, which
+    are the target's, but with the maps that `stored_token_ids` reads."""
+    head: Any = draft.get_output_embeddings()
+    token_ids = head.token_ids.cpu()
+    is_known = torch.zeros(head.out_features, dtype=torch.bool, device="cpu")
+    is_known[token_ids] = True
+    tensors = {
+        name: weight.detach().to(torch.bfloat16).contiguous()
+        for name, weight in draft.named_parameters()
+        if not name.startswith(("embed_tokens.", "lm_head."))
+    }
+    tensors |= {"d2t": token_ids - torch.arange(len(token_ids), device="cpu"), "t2d": is_known}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / _FILE, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def is_reduced(field: str, source: str | Path, read_config: ReadConfig = load_config) -> bool:

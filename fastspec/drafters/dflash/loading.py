@@ -1,13 +1,10 @@
 """Loads DFlash draft models from folders of the published layouts."""
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -15,7 +12,12 @@ from fastspec.config import EngineConfig
 from fastspec.config.checks import is_int, one_line, require
 from fastspec.drafters.dflash.model import DFlashConfig, DFlashDraft, block_embeddings
 from fastspec.models.loading import SPECULATORS, ReadConfig, load_config, load_model
-from fastspec.models.reduced_vocabulary import ReducedHead, reduced_rows, stored_token_ids
+from fastspec.models.reduced_vocabulary import (
+    ReducedHead,
+    reduced_rows,
+    save_beside_target,
+    stored_token_ids,
+)
 from fastspec.models.sharded import ranks_of
 from fastspec.models.weight_files import check_shape, fill, read_weights
 
@@ -24,6 +26,10 @@ MODEL_TYPE = "muse_glimmer_assistant"  # transformers' own
 _EMBEDDINGS, _HEAD = "embed_tokens.weight", "lm_head.weight"
 # Fields by which later variants differ, with their values in DFlash.
 _PLAIN = {"sample_from_anchor": False, "projector_type": "dflash", "shift_label": False}
+_NOT_OF_A_LAYER = (
+    *("block_size", "mask_token_id", "target_layers", "target_hidden_size"),
+    *("draft_vocab_size", "windows_are_causal"),
+)
 _NAMES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}  # transformers' to ours
 
 
@@ -80,36 +86,23 @@ def _check_fits(draft: DFlashDraft, target: PreTrainedModel) -> None:
 
 
 def save_dflash(draft: Any, folder: Path) -> None:
-    """Write a draft with a reduced head in bfloat16, without the embeddings and head, which are the
-    target's, in the layout of vLLM's `speculators`."""
-    token_ids = draft.lm_head.token_ids.cpu()
-    is_known = torch.zeros(draft.lm_head.out_features, dtype=torch.bool, device="cpu")
-    is_known[token_ids] = True
-    tensors = {
-        name: weight.detach().to(torch.bfloat16).contiguous()
-        for name, weight in draft.named_parameters()
-        if not name.startswith(("embed_tokens.", "lm_head."))
-    }
-    tensors |= {"d2t": token_ids - torch.arange(len(token_ids), device="cpu"), "t2d": is_known}
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    layer = draft.config.to_diff_dict() | {"model_type": "qwen3"}
-    own = (
-        *("block_size", "mask_token_id", "target_layers", "target_hidden_size"),
-        *("draft_vocab_size", "windows_are_causal"),
-    )
-    fields = {name: layer.pop(name, getattr(draft.config, name)) for name in own}
+    """Write a draft with a reduced head, see `save_beside_target`, in the layout of vLLM's
+    `speculators`."""
+    own: DFlashConfig = draft.config
+    layer = own.to_diff_dict() | {"model_type": "qwen3"}
+    for name in _NOT_OF_A_LAYER:
+        layer.pop(name, None)
     config = {
         SPECULATORS: "dflash",
         "architectures": [_ARCHITECTURE],
-        "aux_hidden_state_layer_ids": fields["target_layers"],
-        "mask_token_id": fields["mask_token_id"],
-        "block_size": fields["block_size"],
-        "draft_vocab_size": len(token_ids),
-        "sliding_window_non_causal": not fields["windows_are_causal"],
+        "aux_hidden_state_layer_ids": own.target_layers,
+        "mask_token_id": own.mask_token_id,
+        "block_size": own.block_size,
+        "draft_vocab_size": own.draft_vocab_size,
+        "sliding_window_non_causal": not own.windows_are_causal,
         "transformer_layer_config": layer,
     }
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    save_beside_target(draft, config, folder)
 
 
 def _read(

@@ -228,7 +228,9 @@ class DFlashDraft(PreTrainedModel, GenerationMixin):
         slots = paged_step.slot_mapping[view.order]
         for layer in self.layers:
             hidden = layer(hidden, context, factors, slots, view.blocks)
-        logits = self.lm_head(self.norm(hidden[:, view.kept])) * config.output_multiplier
+        logits = self.lm_head(self.norm(hidden[:, view.kept]))
+        if config.output_multiplier != 1:  # rows are wide
+            logits = logits * config.output_multiplier
         if cap := config.final_logit_softcapping:
             logits = cap * torch.tanh(logits / cap)
         return CausalLMOutputWithPast(logits=logits)

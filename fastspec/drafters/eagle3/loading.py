@@ -1,6 +1,5 @@
 """Loads EAGLE draft models from folders of the published layouts."""
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -8,7 +7,6 @@ from zipfile import BadZipFile
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -23,7 +21,11 @@ from fastspec.drafters.eagle3.model import (
 )
 from fastspec.models.loading import SPECULATORS, ReadConfig, load_config, load_model
 from fastspec.models.named import folder_of
-from fastspec.models.reduced_vocabulary import reduced_rows, stored_token_ids
+from fastspec.models.reduced_vocabulary import (
+    reduced_rows,
+    save_beside_target,
+    stored_token_ids,
+)
 from fastspec.models.sharded import whole
 from fastspec.models.weight_files import check_shape, fill, read_weights, weight_names
 
@@ -31,7 +33,6 @@ _ARCHITECTURE = "LlamaForCausalLMEagle3"
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _EMBEDDINGS, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _UNREADABLE = (OSError, ValueError, RuntimeError, SafetensorError, BadZipFile)
-_WEIGHTS = "model.safetensors"
 
 
 def is_eagle(source: str | Path | PreTrainedModel, read_config: ReadConfig = load_config) -> bool:
@@ -72,21 +73,9 @@ def load_eagle(
 
 
 def save_eagle3(draft: Eagle3Draft, folder: Path) -> None:
-    """Write a draft model in bfloat16, without the embeddings and head, which are the target's."""
-    head: Any = draft.lm_head
-    token_ids = head.token_ids.cpu()
-    is_known = torch.zeros(head.out_features, dtype=torch.bool, device="cpu")
-    is_known[token_ids] = True
-    tensors = {
-        name: weight.detach().to(torch.bfloat16).contiguous()
-        for name, weight in draft.named_parameters()
-        if not name.startswith(("embed_tokens.", "lm_head."))
-    }
-    tensors |= {"d2t": token_ids - torch.arange(len(token_ids), device="cpu"), "t2d": is_known}
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt"})
+    """Write a draft model with a reduced head, see `save_beside_target`."""
     config = draft.config.to_diff_dict() | {"model_type": "llama", "architectures": [_ARCHITECTURE]}
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    save_beside_target(draft, config, folder)
 
 
 def _read(
