@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import harness
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec.models.loading import load_tokenizer, target_vocab_size
 from fastspec.tools.bench import describe_environment
@@ -20,7 +21,7 @@ from fastspec.tools.simulate import Simulator
 from fastspec.tools.stored_outputs import StoredOutput
 
 TRACE = Path(__file__).with_name("agent_trace.jsonl")
-RESULTS = Path(__file__).parent / "results" / "agent.jsonl"
+RESULTS = harness.RESULTS / "agent.jsonl"
 TURNS_OF_A_TASK = 4
 SPECS = {
     "plain": SpecConfig("none"),
@@ -116,8 +117,7 @@ def main() -> None:
         "replayed": replayed(options.target, written),
         "replayed_trace": replayed(options.target, trace),
     }
-    with options.out.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
+    harness.append_to(options.out, record)
     print(json.dumps(record, indent=2))
 
 

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import harness
 from fastspec import Engine, SamplingParams, SpecConfig
 from fastspec.cli.prompts import bundled_prompts
 from fastspec.tools.bench import describe_environment
 
-RESULTS = Path(__file__).parent / "results" / "batches.jsonl"
+RESULTS = harness.RESULTS / "batches.jsonl"
 BATCH_SIZE = 8
 SPECS = {
     "plain": SpecConfig("none"),
@@ -84,8 +85,7 @@ def main() -> None:
         **measured(options.max_tokens, options.repeats),
     }
     print(json.dumps({name: record[name] for name in ("tokens_per_s", "ratios")}, indent=2))
-    with options.out.open("a", encoding="utf-8") as stream:
-        stream.write(json.dumps(record) + "\n")
+    harness.append_to(options.out, record)
 
 
 if __name__ == "__main__":

@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 
 import fastspec_kernels as kernels
-from benchmarks import inputs
+from benchmarks import harness, inputs
 from fastspec.tools.bench import describe_environment
 
-RESULTS = Path(__file__).parent / "results" / "beside.jsonl"
+RESULTS = harness.RESULTS / "beside.jsonl"
 
 
 def calls() -> dict[str, Callable[[], object]]:
@@ -127,8 +127,7 @@ def main() -> None:
     record |= {"results": results}
     for row in results:
         print(json.dumps(row))
-    with options.out.open("a", encoding="utf-8") as stream:
-        stream.write(json.dumps(record) + "\n")
+    harness.append_to(options.out, record)
 
 
 if __name__ == "__main__":

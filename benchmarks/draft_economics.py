@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import harness
 from fastspec import Engine, SamplingParams, SpecConfig
 from fastspec.cli.prompts import bundled_prompts
 from fastspec.engine.stats import SpecStats
@@ -28,7 +29,7 @@ from fastspec.tools.formulas import best_num_speculative_tokens, speed_up
 from fastspec.tools.plots import require_plotting
 
 ROOT = Path(__file__).resolve().parents[1]
-RECORDS = Path(__file__).parent / "results" / "draft_economics.jsonl"
+RECORDS = harness.RESULTS / "draft_economics.jsonl"
 PAGE, PICTURE = ROOT / "docs" / "draft-economics.md", ROOT / "docs" / "draft-economics.svg"
 TABLE = re.compile(r"(<!-- table: .*?-->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
 SHAPES = ((1, 448, 896), (2, 320, 768), (4, 256, 512), (8, 192, 384))  # layers, width, feed-forward
@@ -184,8 +185,7 @@ def main() -> None:
         "repeats": options.repeats,
         "drafts": measured(drafts, options.num_prompts, options.max_tokens, options.repeats),
     }
-    with RECORDS.open("a", encoding="utf-8") as stream:
-        stream.write(json.dumps(record) + "\n")
+    harness.append_to(RECORDS, record)
     plot(record, PICTURE)
     PAGE.write_text(page(PAGE.read_text(), record))
 

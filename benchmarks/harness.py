@@ -102,5 +102,10 @@ def append(name: str, record: dict, folder: Path | None = None) -> None:
     """Add one line to NAME.jsonl in benchmarks/results or another folder."""
     folder = folder or RESULTS
     folder.mkdir(exist_ok=True)
-    with (folder / f"{name}.jsonl").open("a", encoding="utf-8") as file:
+    append_to(folder / f"{name}.jsonl", record)
+
+
+def append_to(path: Path, record: dict) -> None:
+    """Add one line to a file of records."""
+    with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")

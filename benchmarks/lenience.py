@@ -13,12 +13,13 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import harness
 from benchmarks.draft_economics import ROOT, trained
 from fastspec import Engine, SamplingParams, SpecConfig
 from fastspec.cli.prompts import bundled_prompts
 from fastspec.tools.bench import describe_environment
 
-RECORDS = Path(__file__).parent / "results" / "lenience.jsonl"
+RECORDS = harness.RESULTS / "lenience.jsonl"
 WEAK = (1, 128, 256)  # layers, width, feed-forward
 K_MATRIX = [[3, 2, 6], [0, 3, 6], [0, 0, 10]]
 VALUES = (1, 2, 4)
@@ -72,8 +73,7 @@ def main() -> None:
         "max_tokens": options.max_tokens,
         "results": measured(weak, options.num_prompts, options.max_tokens),
     }
-    with RECORDS.open("a", encoding="utf-8") as stream:
-        stream.write(json.dumps(record) + "\n")
+    harness.append_to(RECORDS, record)
 
 
 if __name__ == "__main__":

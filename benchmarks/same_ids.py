@@ -10,17 +10,17 @@ that contain one of them, and then nothing is recorded. `--draft DIR` names a pl
 import argparse
 import json
 import sys
-from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
+from benchmarks import harness
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec.cli.prompts import bundled_prompts, tokenize_prompts
 from fastspec.models.loading import load_model, load_tokenizer
 from fastspec.tools.bench import describe_environment
 
-RECORDS = Path(__file__).parent / "results" / "same_ids.jsonl"
+RECORDS = harness.RESULTS / "same_ids.jsonl"
 TARGET = "smollm2"
 CONFIG = EngineConfig(dtype="float32", device="cpu")
 # The draft that comes with fastspec, where a method does not choose it by itself.
@@ -116,8 +116,7 @@ def main() -> None:
     if options.words:
         print(json.dumps(record))
     else:
-        with RECORDS.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        harness.append_to(RECORDS, record)
     if any(row["equal"] < len(prompts) for row in methods.values()):
         raise SystemExit("some ids differ")
 

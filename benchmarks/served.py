@@ -21,10 +21,11 @@ from pathlib import Path
 
 import httpx2
 
+from benchmarks import harness
 from fastspec.cli.prompts import bundled_prompts
 from fastspec.tools.bench import describe_environment
 
-RESULTS = Path(__file__).parent / "results" / "served.jsonl"
+RESULTS = harness.RESULTS / "served.jsonl"
 QUESTIONS_OF_A_USER = {1: 8, 8: 2}
 SERVER = "--target smollm2 --dtype bfloat16 --method eagle3 --num-speculative-tokens 4"
 SERVER += " --confidence-threshold 0.3 --suffix-tokens 8 --suffix-max-cached-tokens 2"
@@ -134,8 +135,7 @@ def main() -> None:
         "results": rows,
     }
     print(json.dumps(rows, indent=2))
-    with options.out.open("a", encoding="utf-8") as stream:
-        stream.write(json.dumps(record) + "\n")
+    harness.append_to(options.out, record)
 
 
 if __name__ == "__main__":

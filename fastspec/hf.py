@@ -27,7 +27,7 @@ from fastspec.config.checks import refuse, require
 from fastspec.drafters.context import DrafterSource
 from fastspec.engine.engine import Engine
 from fastspec.engine.generation_config import is_off
-from fastspec.engine.hf_processors import split_rules, split_warpers
+from fastspec.engine.hf_processors import processed, split_rules, split_warpers
 from fastspec.engine.prompts import as_prompt_list
 
 _HEURISTIC = ("heuristic", "heuristic_transient")  # same here: nothing carries over between calls
@@ -265,11 +265,8 @@ class _Batch(NamedTuple):
 
         def process(input_ids: Tensor, scores: Tensor) -> Tensor:
             start = self.input_ids[row : row + 1].to(input_ids.device)
-            texts = torch.cat([start, input_ids[:, num_given:]], dim=1).expand(num_rows, -1)
-            scores = scores.repeat(num_rows, 1)
-            for processor in processors:
-                scores = processor(texts, scores)
-            return scores[row : row + 1]
+            text = torch.cat([start, input_ids[:, num_given:]], dim=1)
+            return processed(processors, text, scores, row, num_rows)
 
         return process
 
@@ -356,20 +353,18 @@ def _prepare_and_call(
 def _asked_spec(config: GenerationConfig) -> SpecConfig | None:
     """Return the spec that the fields of assisted generation ask for; None if all are default."""
     count, lookup = config.num_assistant_tokens, config.prompt_lookup_num_tokens
-    exit_layer, use_mtp = config.assistant_early_exit, config.use_mtp or None
-    kind = getattr(config, "speculation_type", None)  # new in transformers 5.24
+    kinds = {
+        "prompt_lookup_num_tokens": lookup,
+        "assistant_early_exit": config.assistant_early_exit,
+        "use_mtp": config.use_mtp or None,
+        "speculation_type": getattr(config, "speculation_type", None),  # of transformers 5.24
+    }
+    kind = kinds["speculation_type"]
     require("speculation_type", kind, kind in (None, "dflash"), "'dflash'")
-    if exit_layer is not None:
-        why = "cannot be combined with assistant_early_exit"
-        refuse("use_mtp", use_mtp, why)
-        refuse("speculation_type", kind, why)
-    if use_mtp:
-        refuse("speculation_type", kind, "cannot be combined with use_mtp")
+    given = [name for name, value in kinds.items() if value is not None]
+    for name in given[1:]:
+        refuse(name, kinds[name], f"cannot be combined with {given[0]}")
     if lookup is not None:
-        why = "cannot be combined with prompt_lookup_num_tokens"
-        refuse("assistant_early_exit", exit_layer, why)
-        refuse("use_mtp", use_mtp, why)
-        refuse("speculation_type", kind, why)
         most = config.max_matching_ngram_size or _DEFAULT_NGRAM_SIZE
         return SpecConfig("prompt_lookup", lookup, prompt_lookup_min=1, prompt_lookup_max=most)
     asked: dict[str, Any] = {}
@@ -380,9 +375,9 @@ def _asked_spec(config: GenerationConfig) -> SpecConfig | None:
     require("num_assistant_tokens_schedule", schedule, fits, f"one of {known}")
     if schedule in _HEURISTIC:
         asked["schedule"] = "heuristic"
-    if exit_layer is not None:
+    if (exit_layer := config.assistant_early_exit) is not None:
         asked |= {"method": "early_exit", "exit_layer": exit_layer}
-    if use_mtp:
+    if config.use_mtp:
         asked["method"] = "mtp"
     if kind is not None:
         asked["method"] = kind

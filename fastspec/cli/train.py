@@ -31,7 +31,7 @@ _Spec = Annotated[SpecConfig, Flags("num_speculative_tokens")]
 _Config = Annotated[EngineConfig, Flags("dtype", "device", dtype="float32")]
 _SECONDS_BETWEEN_LINES = 60.0
 _PROMPTS = 4  # of a data set or the bundled set, for shapes
-_OF_GLIDE = ("lookup_rows", "distillation", "store_target")
+_NOT_OF_STATES = ("lookup_rows", "distillation", "store_target")
 
 app = typer.Typer(cls=WholeSummaries, rich_markup_mode=None)
 
@@ -94,7 +94,7 @@ def eagle3(
     models: _Target,
     files: Annotated[TrainFiles, Flags(without=("accelerate",))],
     shape: Annotated[DraftShape, Flags(without=("layers", "hidden_size"))],
-    settings: Annotated[TrainOptions, Flags(without=_OF_GLIDE, optimizer="muon", rate=2e-3)],
+    settings: Annotated[TrainOptions, Flags(without=_NOT_OF_STATES, optimizer="muon", rate=2e-3)],
     config: Annotated[EngineConfig, Flags("dtype", "device", dtype="bfloat16")],
     start: Annotated[
         Path | None,
@@ -134,7 +134,7 @@ def dflash(
     models: _Target,
     files: Annotated[TrainFiles, Flags(without=("accelerate",))],
     shape: Annotated[DraftShape, Flags(without=("hidden_size",))],
-    settings: Annotated[TrainOptions, Flags(without=_OF_GLIDE, optimizer="muon", rate=2e-3)],
+    settings: Annotated[TrainOptions, Flags(without=_NOT_OF_STATES, optimizer="muon", rate=2e-3)],
     config: Annotated[EngineConfig, Flags("dtype", "device", dtype="bfloat16")],
     block_size: Annotated[
         int,
@@ -168,7 +168,7 @@ def _train_on_states(
     config: EngineConfig,
 ) -> None:
     """Train a draft that reads hidden states; `make` makes it, for a target, texts and a shape."""
-    from fastspec.train.glide_data import split_places
+    from fastspec.train.data import split_places
     from fastspec.train.states import cut_texts, train_on_states
 
     tokenizer, model = _load(models.target, config, settings.seed)
@@ -235,7 +235,7 @@ def texts(
     params: Annotated[SamplingParams, Flags("max_tokens", max_tokens=192)],
     out: Annotated[Path, output_file("File for the texts.", "FILE.jsonl")],
 ) -> None:
-    """Let a chat model answer prompts, as data for train draft and train glide.
+    """Let a chat model answer prompts, as data for the other train commands.
 
     Texts are kept in FILE.jsonl.part until all are done: rerun the same command to continue.
     """
@@ -340,10 +340,10 @@ def _train(
         raise ValueError("store_target: not with --accelerate, whose processes would share a file")
     begin()
     from fastspec.models.loading import resolve_device
-    from fastspec.train import glide_run
-    from fastspec.train.glide_data import cut_rows, split_places
+    from fastspec.train.data import cut_rows, split_places
     from fastspec.train.new_drafts import make_draft
     from fastspec.train.processes import OneProcess, many_processes
+    from fastspec.train.run import report_acceptance, train_draft
 
     with usage_errors():
         processes = many_processes() if files.accelerate else OneProcess(resolve_device(config))
@@ -359,13 +359,13 @@ def _train(
     num_steps = settings.num_steps(len(training), processes.num_processes)
     with _progress(num_steps, len(training), processes.is_main_process) as calls:
         run = settings, files.out, processes, files.resume
-        record = glide_run.train_draft(model, fresh, training, *run, *calls, shape)
+        record = train_draft(model, fresh, training, *run, *calls, shape)
     processes.end_training()  # gloo's threads may abort a process that exits within the group
     if not processes.is_main_process:
         return
     if shape.reduced_vocab_size is None:
         tokenizer.save_pretrained(files.out)
-    found = glide_run.report_acceptance(model, held_out, spec, files.out)
+    found = report_acceptance(model, held_out, spec, files.out)
     rate, length = (number(found[name]) for name in ("acceptance_rate", "mean_acceptance_length"))
     told = f"K={spec.num_draft_tokens()}, {counted(int(found['held_out_prompts']), 'prompt')}"
     _report(files, record, f"acceptance rate {rate}, mean acceptance length {length} ({told})")

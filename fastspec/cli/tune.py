@@ -265,7 +265,7 @@ def _check_kind(method: Method, draft: str) -> None:
 
 def _runs(method: Method, kind: str) -> bool:
     """Whether a method that drafts chains runs drafts of a kind."""
-    return method.name == kind if kind in OWN_DRAFTS else not method.has_own_drafts
+    return method.name == kind if kind in OWN_DRAFTS else method.name not in OWN_DRAFTS
 
 
 def _used(spec: SpecConfig, drafts: list[Any]) -> Any:

@@ -57,11 +57,6 @@ class Method:
         return self.needs_draft or self.chooses
 
     @property
-    def has_own_drafts(self) -> bool:
-        """Whether its draft models are of a kind that no other method runs."""
-        return self.needs_draft and self.reads_target != ""
-
-    @property
     def writer(self) -> str:
         """What to call its drafter in a sentence."""
         return self.own_writer or ("the draft model" if self.takes_draft else self.name)

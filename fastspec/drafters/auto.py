@@ -1,7 +1,8 @@
 """Builds a drafter for a draft model of any kind, for method "auto" and token trees."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from transformers import PreTrainedModel
 
@@ -11,13 +12,15 @@ from fastspec.drafters.context import DrafterContext, DrafterPlan
 from fastspec.models.loading import ReadConfig, load_config
 from fastspec.models.reduced_vocabulary import is_reduced
 
-BUILDERS = {
-    "glide": glide,
-    "dflash": dflash,
-    "eagle3": eagle3,
-    "gemma_assistant": gemma_assistant,
-}
 DraftKind = Literal["glide", "dflash", "eagle3", "gemma_assistant", "reduced", "model"]
+# Kinds of drafts with a method of their own; the first that a model is of counts.
+_KINDS: list[tuple[DraftKind, Callable[..., bool], Callable[[DrafterContext], Any]]] = [
+    ("glide", glide.is_glide, glide.build),
+    ("dflash", dflash.is_dflash, dflash.build),
+    ("eagle3", eagle3.is_eagle, eagle3.build),
+    ("gemma_assistant", gemma_assistant.is_assistant, gemma_assistant.build),
+]
+BUILDERS = {kind: build_own for kind, _, build_own in _KINDS}
 
 
 def kind_of(
@@ -28,14 +31,9 @@ def kind_of(
     Args:
         read_config: pass `DrafterContext.read_config` to read a folder's or hub id's config once.
     """
-    if glide.is_glide(source, read_config):
-        return "glide"
-    if dflash.is_dflash(source, read_config):
-        return "dflash"
-    if eagle3.is_eagle(source, read_config):
-        return "eagle3"
-    if gemma_assistant.is_assistant(source, read_config):
-        return "gemma_assistant"
+    for kind, is_of_kind, _ in _KINDS:
+        if is_of_kind(source, read_config):
+            return kind
     is_stored = not isinstance(source, PreTrainedModel)
     return "reduced" if is_stored and is_reduced("drafter", source, read_config) else "model"
 
@@ -46,4 +44,4 @@ def build(context: DrafterContext) -> Drafter | DrafterPlan:
     is_model = isinstance(given, (str, Path, PreTrainedModel))
     kind = kind_of(given, context.read_config) if is_model else "model"
     kind = "glide" if context.wants_glide else kind
-    return BUILDERS.get(kind, draft_model).build(context)
+    return BUILDERS.get(kind, draft_model.build)(context)

@@ -16,8 +16,9 @@ from fastspec.config import SamplingParams
 from fastspec.config.checks import is_int
 from fastspec.drafters.logit_rules import LogitRules
 from fastspec.models.layout import EncoderInput, Span, StateKey
+from fastspec.models.reduced_vocabulary import DraftVocabulary
 from fastspec.models.transfer import device_tensor
-from fastspec_kernels import uniform
+from fastspec_kernels import sample, sample_coupled, uniform
 
 # Streams of fastspec_kernels.uniform: drafts must not share numbers with the acceptance rule.
 VERIFY_STREAM = 0
@@ -64,6 +65,31 @@ def sampling_of_rows(sampling: SamplingTensors, rows: Tensor) -> SamplingTensors
     values = cast(dict[str, Tensor | None], sampling)
     taken = {name: None if value is None else value[rows] for name, value in values.items()}
     return cast(SamplingTensors, taken)
+
+
+def draw(
+    logits: Tensor,
+    random_inputs: dict[str, Tensor],
+    step: int,
+    sampling: SamplingTensors,
+    vocabulary: DraftVocabulary,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """Draw a token after each row of logits [R, V']; return tokens [R] and log-probabilities.
+
+    Args:
+        random_inputs: "uniforms" [R, K] float32, or also "seeds" and "lengths" [R] int64 to draw by
+            position instead.
+    """
+    if "seeds" not in random_inputs:
+        uniforms = random_inputs["uniforms"][:, step].contiguous()
+        picked, logprobs = sample(logits, uniforms, **sampling, backend=backend)
+        if vocabulary.token_map is not None:
+            picked = vocabulary.tokens(picked)
+        return picked, logprobs
+    whole = vocabulary.whole(logits)  # noise belongs to token ids, not columns
+    keys = random_inputs["seeds"], random_inputs["lengths"] + step
+    return sample_coupled(whole, *keys, **sampling, backend=backend)
 
 
 def greedy_sampling(num: int, device: torch.device) -> SamplingTensors:

@@ -16,11 +16,12 @@ from fastspec.drafters.base import (
     Proposal,
     Request,
     SamplingTensors,
+    draw,
     greedy_sampling,
     sampling_of_rows,
 )
 from fastspec.drafters.context import DrafterContext, DrafterPlan
-from fastspec.drafters.graphed_drafts import GraphedDrafts, draw
+from fastspec.drafters.graphed_drafts import GraphedDrafts
 from fastspec.drafters.logit_rules import Rows, apply_rules, without_forbidden
 from fastspec.drafters.single_call_drafts import single_call_drafts
 from fastspec.models.blocks import Blocks
@@ -46,6 +47,7 @@ class DraftModelDrafter:
 
     name = "draft_model"
     most_passes = sys.maxsize  # of a draft, otherwise one for each token
+    keeps_drafts = True  # in its cache; otherwise it rereads accepted tokens
 
     def __init__(
         self,
@@ -139,7 +141,9 @@ class DraftModelDrafter:
             drafts = self._write_by_passes(own_requests, own_texts, *inputs, keeps_logits)
         token_ids, draft_logits, counts = drafts
         for request, text, count in zip(own_requests, own_texts, counts, strict=True):
-            self._num_cached[request.request_id] = len(text) + count - 1
+            self._num_cached[request.request_id] = len(text) + (
+                count - 1 if self.keeps_drafts else 0
+            )
         # GPU kernels may be compiled for each width at its first use, so there it is always K.
         width = uniforms.shape[1] if uniforms.is_cuda else token_ids.shape[1]
         if token_ids.shape == (len(texts), width):

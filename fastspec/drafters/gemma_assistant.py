@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +20,6 @@ from fastspec.models.layout import HeadShape, KVCache, PagedStep, Span
 from fastspec.models.loading import ReadConfig, load_config, load_model
 from fastspec.models.paged_model import PagedModel
 from fastspec.models.runner import ModelRunner
-from fastspec.models.sharded import ranks_of
 from fastspec.models.transfer import device_tensor
 
 MODEL_TYPES = {"gemma4_assistant", "gemma4_unified_assistant"}
@@ -123,6 +121,8 @@ class ClusteredHead(nn.Module):
 class AssistantRunner(EagleRunner):
     """Runs an assistant; a row's slot is that of the token before it, as with EAGLE."""
 
+    why_not_captured = "reads its target's cache, row by row"
+
     def __init__(
         self,
         paged_model: PagedModel,
@@ -131,25 +131,19 @@ class AssistantRunner(EagleRunner):
         config: EngineConfig,
     ):
         inputs, self._target_caches = pages
-        if config.cuda_graphs == "on":
-            raise ValueError("cuda_graphs: 'on', but the passes of an assistant are not captured")
-        super().__init__(paged_model, inputs, num_blocks, replace(config, cuda_graphs="off"))
+        super().__init__(paged_model, inputs, num_blocks, config)
 
     def _step(self, spans: list[Span], rows: list[int], parents: Tensor | None = None) -> PagedStep:
         step = super()._step(spans, rows, parents)
-        owners = [index for index, span in enumerate(spans) for _ in range(span.count)]
         # In a cascade the copy that it reads may have cached tokens that are no longer in the text.
         seen = [min(span.target_len, span.start + span.count) for span in spans]
-        lengths = [seen[owner] for owner in owners]
         pages = replace(
             step,
             caches=self._target_caches,
-            block_table=step.block_table[device_tensor(owners, torch.int64, self.device)],
-            context_lens=device_tensor(lengths, torch.int32, self.device),
-            cu_rows=torch.arange(len(owners) + 1, dtype=torch.int32, device=self.device),
+            context_lens=device_tensor(seen, torch.int32, self.device),
             slot_mapping=torch.full_like(step.slot_mapping, -1),
             target_view=None,
-        )
+        ).row_by_row()
         step.target_view = AssistantView(**vars(step.target_view), pages=pages)
         return step
 
@@ -163,7 +157,7 @@ class GemmaAssistantDrafter(Eagle3Drafter):
     """
 
     name, kind = "gemma_assistant", "Gemma 4 assistant"
-    reads = "the target's cache and hidden states"
+    needs_whole_target = True
     model_class, runner_class = AssistantDraft, AssistantRunner
 
     @staticmethod
@@ -206,19 +200,13 @@ class GemmaAssistantDrafter(Eagle3Drafter):
 
 
 def load_assistant(
-    source: str | Path | PreTrainedModel, config: EngineConfig, target: PreTrainedModel | None
+    source: str | Path | PreTrainedModel, config: EngineConfig, target: PreTrainedModel
 ) -> PreTrainedModel:
     """Load an assistant onto the device, with the embeddings of its target.
 
     Raises:
-        ValueError: there is no target, it cannot be loaded, or it was made for another one.
+        ValueError: it cannot be loaded, or it was made for another target.
     """
-    if target is None:
-        raise ValueError(
-            "drafter: a Gemma 4 assistant reads its target's cache, but there is no target"
-        )
-    if ranks_of(target) is not None:
-        raise ValueError("drafter: a Gemma 4 assistant needs a whole target, this one is split")
     assistant: Any = load_model("drafter", source, config)
     if not is_assistant(assistant):
         return assistant  # refused by name
@@ -240,8 +228,7 @@ def build(context: DrafterContext) -> Drafter | DrafterPlan:
     bits = context.spec.bits_of_draft_model
     refuse("draft_bits", bits, "not for a Gemma 4 assistant, which runs with its own weights")
     context = replace(context, tokenizer=None)  # the assistant uses its target's
-    load = partial(load_assistant, target=context.target_model)
-    plan = GemmaAssistantDrafter.plan(context, load)
+    plan = GemmaAssistantDrafter.plan(context, load_assistant)
     if isinstance(plan, DrafterPlan):
         plan.models[0].cache_shapes = {}  # it has no keys and values of its own
     return plan

@@ -8,7 +8,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fastspec.drafters.base import Drafts, SamplingTensors
+from fastspec.drafters.base import Drafts, SamplingTensors, draw
+from fastspec.models.blocks import blocks_needed
 from fastspec.models.graphs import (
     LEAST_WIDTH,
     MOST_TOKENS,
@@ -24,36 +25,10 @@ from fastspec.models.layout import PagedStep, PassShape, Span, lay_out
 from fastspec.models.reduced_vocabulary import DraftVocabulary
 from fastspec.models.runner import ModelRunner
 from fastspec.models.transfer import StaticIntegers
-from fastspec_kernels import sample, sample_coupled
 
 MAX_CHAINS = 32  # graphs kept; the least recently used one is dropped
 MAX_REQUESTS = 64  # with more, a pass keeps the GPU busy for longer than its launch takes the host
 MAX_LOGIT_BYTES = 64 << 20  # logits kept by one graph
-
-
-def draw(
-    logits: Tensor,
-    random_inputs: dict[str, Tensor],
-    step: int,
-    sampling: SamplingTensors,
-    vocabulary: DraftVocabulary,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    """Draw a token after each row of logits [R, V']; return tokens [R] and log-probabilities.
-
-    Args:
-        random_inputs: "uniforms" [R, K] float32, or also "seeds" and "lengths" [R] int64 to draw by
-            position instead.
-    """
-    if "seeds" not in random_inputs:
-        uniforms = random_inputs["uniforms"][:, step].contiguous()
-        picked, logprobs = sample(logits, uniforms, **sampling, backend=backend)
-        if vocabulary.token_map is not None:
-            picked = vocabulary.tokens(picked)
-        return picked, logprobs
-    whole = vocabulary.whole(logits)  # noise belongs to token ids, not columns
-    keys = random_inputs["seeds"], random_inputs["lengths"] + step
-    return sample_coupled(whole, *keys, **sampling, backend=backend)
 
 
 @dataclass(eq=False)
@@ -99,7 +74,8 @@ class GraphedDrafts:
         if (filled := runner.drafting_spans(spans)) is None:
             return None
         ends = [span.start + span.count for span in filled]
-        width = -(-(max(map(sum, zip(ends, counts, strict=True))) - 1) // runner.block_size)
+        longest = max(map(sum, zip(ends, counts, strict=True))) - 1
+        width = blocks_needed(longest, runner.block_size)
         num_rows = power_of_2(len(spans))
         num_tokens = num_rows * power_of_2(-(-len(input_ids) // num_rows))
         num_bytes = num_rows * num_steps * self.vocab_size * runner.paged_model.dtype.itemsize

@@ -12,7 +12,6 @@ from fastspec.drafters.context import DrafterContext, DrafterPlan
 from fastspec.drafters.eagle3.drafter import Eagle3Drafter
 from fastspec.drafters.eagle3.model import StateReader
 from fastspec.models.layout import PagedStep
-from fastspec.models.sharded import ranks_of
 
 
 class MtpDraft(StateReader):
@@ -48,8 +47,8 @@ class MtpDrafter(Eagle3Drafter):
     arXiv 2404.19737; DeepSeek-AI, "DeepSeek-V3", arXiv 2412.19437.
     """
 
-    name = "mtp"
-    kind = "MTP"
+    name, kind = "mtp", "MTP"
+    needs_whole_target = True
     model_class = MtpDraft
 
 
@@ -65,8 +64,6 @@ def load_mtp(target: PreTrainedModel) -> MtpDraft:
         raise ValueError(f"{what} has none (num_mtp_layers in its configuration)")
     if not hasattr(MtpModel, "forward_layer"):
         raise ValueError("method: 'mtp' needs transformers 5.20 or newer")
-    if ranks_of(target) is not None:
-        raise ValueError(f"method: 'mtp' needs a whole target, {name} is split")
     if not target.config.name_or_path:
         raise ValueError(f"{what} was not loaded from a folder or hub id, where they are")
     try:
@@ -88,7 +85,5 @@ def load_mtp(target: PreTrainedModel) -> MtpDraft:
 
 def build(context: DrafterContext) -> DrafterPlan:
     """Build method "mtp"."""
-    if context.target_model is None:
-        raise ValueError("method: 'mtp' runs a layer of the target, but there is no target")
-    model = context.on_pages(load_mtp(context.target_model))
+    model = context.on_pages(load_mtp(MtpDrafter.target_of(context)))
     return MtpDrafter.plan_with(model, context)

@@ -299,17 +299,13 @@ def share_of_runs(
     return num_shared / max(1, num_runs)
 
 
-def is_reencoded(context: DrafterContext) -> bool:
-    """Whether drafts are re-encoded; False if the draft model can use the target's token ids.
+def tokenizers_of(context: DrafterContext) -> tuple[SpelledTokenizer, SpelledTokenizer] | None:
+    """Return the target's and the draft model's tokenizers if drafts are re-encoded; None if the
+    draft model can use the target's token ids.
 
     Raises:
         ValueError: re-encoding is requested but impossible.
     """
-    return _tokenizers(context) is not None
-
-
-def _tokenizers(context: DrafterContext) -> tuple[SpelledTokenizer, SpelledTokenizer] | None:
-    """Return the target's and the draft model's tokenizers if drafts are re-encoded, else None."""
     spec, source, target = context.spec, context.drafter, context.tokenizer
     must = spec.heterogeneous_vocab == "reencoding"
     takes_ids = spec.heterogeneous_vocab == "intersection" or spec.cape
@@ -346,7 +342,7 @@ def build(context: DrafterContext) -> DrafterPlan | None:
     Raises:
         ValueError: re-encoding is requested but impossible.
     """
-    if (tokenizers := _tokenizers(context)) is None:
+    if (tokenizers := tokenizers_of(context)) is None:
         return None
     model = context.on_pages(load_model("drafter", context.drafter, context.config_of_files))
     logger.warning("drafter: its tokenizer is not the target's; its text is re-encoded")

@@ -1,15 +1,20 @@
 """Drafting with a model whose passes also read pages of the target."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from fastspec.config import EngineConfig
+from fastspec.config.methods import method_named
 from fastspec.drafters.base import Drafter
-from fastspec.drafters.context import DrafterContext, DrafterPlan, Loader
+from fastspec.drafters.context import DrafterContext, DrafterPlan
 from fastspec.drafters.draft_model import DraftModelDrafter
 from fastspec.models.blocks import Blocks
 from fastspec.models.paged_model import PagedModel
 from fastspec.models.runner import ModelRunner
+from fastspec.models.sharded import ranks_of
 
 
 class TargetReader(DraftModelDrafter):
@@ -27,7 +32,7 @@ class TargetReader(DraftModelDrafter):
     """
 
     kind: str  # name of its method and its models, for errors
-    reads: str  # what it reads of the target, for errors
+    needs_whole_target = False  # not one that is split over processes
     model_class: type
     runner_class: Callable[..., ModelRunner]
 
@@ -47,18 +52,36 @@ class TargetReader(DraftModelDrafter):
 
     @staticmethod
     def pages(model: PagedModel, target: ModelRunner, blocks: Blocks) -> Any:
-        """Return what its passes read of the target, which keeps that from now on."""
-        raise NotImplementedError
+        """Return what its passes read of the target, which keeps that from now on: by default
+        hidden states, the inputs of some layers."""
+        kept = target.keep_inputs(model.model.target_layers)
+        # Blocks filled before have no states, and those of a draft may depend on the next token.
+        blocks.share_with_next()
+        return kept
 
     @classmethod
-    def plan(cls, context: DrafterContext, load: Loader) -> Drafter | DrafterPlan:
-        """Plan its method with a model that `load` loads, or accept a drafter of its own class."""
+    def target_of(cls, context: DrafterContext) -> PreTrainedModel:
+        """Return the target; ValueError if there is none that it can read."""
+        if (target := context.target_model) is None:
+            reads = method_named(cls.name).reads_target
+            raise ValueError(f"method: {cls.name!r} reads {reads}, but there is no target")
+        if cls.needs_whole_target and ranks_of(target) is not None:
+            name = type(target).__name__
+            raise ValueError(f"method: {cls.name!r} needs a whole target, {name} is split")
+        return target
+
+    @classmethod
+    def plan(
+        cls, context: DrafterContext, load: Callable[..., PreTrainedModel]
+    ) -> Drafter | DrafterPlan:
+        """Plan its method with a model that `load` loads, given its source, the config and the
+        target; or accept a drafter of its own class."""
         given = context.drafter
         if isinstance(given, cls):
             return given
         if isinstance(given, Drafter):
             raise ValueError(f"drafter: {cls.kind} needs a {cls.kind} model, got {given.name!r}")
-        model = context.load(given, load)
+        model = context.load(given, partial(load, target=cls.target_of(context)))
         if not isinstance(model.model, cls.model_class):
             raise ValueError(f"drafter: {cls.kind} needs a {cls.kind} model, got {model.name}")
         return cls.plan_with(model, context)
@@ -70,8 +93,7 @@ class TargetReader(DraftModelDrafter):
         options = context.config, spec.draws_drafts, spec.confidence_threshold
 
         def drafter(target: ModelRunner | None, block_manager: Blocks) -> Drafter:
-            if target is None:
-                raise ValueError(f"drafter: {cls.kind} reads {cls.reads}, but there is no target")
+            assert target is not None
             return cls(model, target, block_manager, *options)
 
         return DrafterPlan([model], drafter)

@@ -12,6 +12,7 @@ from fastspec.engine.prompts import Prompt, telling_which
 from fastspec.engine.request import EngineRequest
 from fastspec.engine.request_factory import RequestFactory
 from fastspec.engine.turn import Turn
+from fastspec.models.twin import TwinSource
 
 
 @dataclass(eq=False)
@@ -20,12 +21,19 @@ class Calls:
 
     Attributes:
         turn: held by the thread that changes requests or runs a round.
+        source: the target as the engine was given it.
     """
 
     factory: RequestFactory
     loop: Loop
     drafter_table: DrafterTable
     turn: Turn
+    source: TwinSource
+
+    def check_target(self) -> None:
+        """Refuse a target that has changed, see `TwinSource`; while requests run they go on."""
+        if not self.loop.scheduler.has_unfinished:
+            self.source.check_unchanged()
 
     def build(
         self,
@@ -84,6 +92,7 @@ class Calls:
     ) -> None:
         """Queue requests whose events go to an inbox; first, put their ids in the empty list."""
         with self.turn:
+            self.check_target()
             requests = []
             for place, pair in enumerate(zip(prompts, params, strict=True)):
                 with telling_which(place, len(prompts)):

@@ -38,6 +38,7 @@ from fastspec.models.model_kinds import check_same_kind, paged_model_of, prefix_
 from fastspec.models.named import usual_spec
 from fastspec.models.runner import runner_of
 from fastspec.models.shared_vocabulary import vocabulary_of
+from fastspec.models.twin import TwinSource
 
 
 class Engine:
@@ -132,7 +133,8 @@ class Engine:
             chunk_size=config.prefill_chunk_size,
         )
         self._turn = Turn()
-        self._calls = Calls(self._factory, self._loop, self._drafter_table, self._turn)
+        parts = self._factory, self._loop, self._drafter_table, self._turn
+        self._calls = Calls(*parts, TwinSource(model))
 
     def generate(
         self,
@@ -259,6 +261,7 @@ class Engine:
         """
         with self._turn:
             params = SamplingParams() if params is None else params
+            self._calls.check_target()
             samples = self._calls.build(prompt, params, request_id, decoder_input_ids)
             for request in samples:
                 self._loop.add(request)
@@ -396,12 +399,16 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes; needed after the target's or a draft's weights have changed.
 
+        They may change in place. With other modules, parameters or hooks a target needs a new
+        engine: this method, and requests when none is running, raise a ValueError then.
+
         Raises:
-            ValueError: requests are unfinished.
+            ValueError: requests are unfinished, or the target needs a new engine.
         """
         with self._turn:
             if self._scheduler.has_unfinished:
                 raise ValueError("reset_prefix_cache: expected no unfinished requests")
+            self._calls.check_target()
             self._scheduler.block_manager.reset()
 
     @property

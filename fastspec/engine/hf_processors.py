@@ -6,18 +6,27 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.generation.logits_process import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    ExponentialDecayLengthPenalty,
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
+    InfNanRemoveLogitsProcessor,
     LogitNormalization,
     MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
     NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
     SuppressTokensLogitsProcessor,
     SynthIDTextWatermarkLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
+    TypicalLogitsWarper,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
@@ -28,7 +37,48 @@ _WARPERS = {
     TopPLogitsWarper: "top_p",
     MinPLogitsWarper: "min_p",
 }
+# What these make of a row depends on no other row, and not on its place in the batch.
+ROW_BY_ROW = (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    ExponentialDecayLengthPenalty,
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 _STATEFUL = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
+
+
+def processed(
+    processors: Sequence[Any], text: Tensor, scores: Tensor, row: int, num_rows: int
+) -> Tensor:
+    """Return what batch processors make of the scores [1, V] of one of their rows.
+
+    Args:
+        text: [1, n], padded as in the batch. Processors that may look at a row's place in the
+            batch see it in every row.
+    """
+    scores = scores.clone()
+    for processor in processors:
+        if type(processor) in ROW_BY_ROW:
+            scores = processor(text, scores)
+        else:
+            whole = processor(text.expand(num_rows, -1), scores.repeat(num_rows, 1))
+            scores = whole[row : row + 1]
+    return scores
 
 
 def split_warpers(processors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:

@@ -1,15 +1,13 @@
 """Converts prompts to token ids for one target."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from fastspec.config.checks import is_int, require_unicode
-from fastspec.engine.prompts import Message, Prompt, as_prompt
-from fastspec.models.chat import chat_text
+from fastspec.engine.prompts import Prompt, PromptTooLong, as_prompt
 
 
 @dataclass(frozen=True)
@@ -43,12 +41,9 @@ class PromptReader:
         ids = self._text_ids(prompt) if isinstance(prompt, str) else prompt
         return self.checked_ids("prompt", ids)
 
-    def chat_text(self, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
-        """Format a conversation by the chat template; see `fastspec.models.chat.chat_text`."""
-        return chat_text(self.tokenizer, messages, **options)
-
     def chat_ids(self, text: str) -> list[int]:
-        """Return the ids of a result of `chat_text`, which has its special tokens; see `ids`."""
+        """Return the ids of a conversation in the chat template, special tokens included; see
+        `ids`."""
         assert self.tokenizer is not None
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return self.checked_ids("prompt", ids)
@@ -80,7 +75,7 @@ class PromptReader:
         if not token_ids:
             raise ValueError(f"{name}: is empty")
         if len(token_ids) >= self.max_model_len:
-            raise ValueError(
+            raise PromptTooLong(
                 f"{name}: has {len(token_ids)} tokens; the limit is {self.max_model_len - 1},"
                 " to leave room for one new token"
             )

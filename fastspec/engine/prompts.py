@@ -45,6 +45,10 @@ def as_prompt_list(
     return read
 
 
+class PromptTooLong(ValueError):
+    """A prompt that has more tokens than the model, or a limit, allows."""
+
+
 @contextmanager
 def telling_which(place: int, count: int, name: str = "prompts") -> Iterator[None]:
     """Say at the end of errors which of several prompts they are about."""
@@ -53,7 +57,8 @@ def telling_which(place: int, count: int, name: str = "prompts") -> Iterator[Non
     except ValueError as error:
         if count == 1:
             raise
-        raise ValueError(f"{error} ({name}[{place}])") from error
+        kind = PromptTooLong if isinstance(error, PromptTooLong) else ValueError
+        raise kind(f"{error} ({name}[{place}])") from error
 
 
 def as_prompt(prompt: Any, name: str = "prompt") -> str | list[int]:

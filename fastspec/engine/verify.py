@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
+from math import inf
 from typing import NamedTuple
 
 import torch
@@ -54,16 +55,30 @@ def _read_with_logprobs(runner: ModelRunner, request: EngineRequest, span: Span)
     logits = runner.forward(ids, [span])
     logsumexp, _ = row_stats(logits, backend=runner.paged_model.backend)
     most, known = min(request.params.prompt_logprobs or 0, logits.shape[1]), request.prompt_logprobs
-    best, best_ids = logits.topk(most)
+    best = largest(logits, [most] * len(logits))
     following = request.token_ids[first : min(end + 1, request.num_prompt_tokens)]
     own = device_tensor(following, torch.int64, runner.device)
     values = logits[: len(following)].gather(1, own[:, None]).float()
-    columns = [values - logsumexp[: len(following), None], best.float() - logsumexp[:, None]]
-    values, best = (column.tolist() for column in columns)
-    rows = zip(following, values, best_ids.tolist(), best, strict=False)
-    for place, (token_id, (value,), row_ids, row) in enumerate(rows, start=first):
+    rows = zip(following, values[:, 0].tolist(), best, logsumexp.tolist(), strict=False)
+    for place, (token_id, value, pairs, total) in enumerate(rows, start=first):
         if place == len(known):
-            known.append({**dict(zip(row_ids, row, strict=True)), token_id: value})
+            known.append({**{i: x - total for i, x in pairs}, token_id: value - total})
+
+
+def largest(logits: Tensor, counts: Sequence[int]) -> list[list[tuple[int, float]]]:
+    """Return the counts[r] tokens with the largest logits in each row [R, V], with these, best
+    first and the lowest ids first on ties."""
+    size = logits.shape[1]
+    values, ids = (x.tolist() for x in logits.float().topk(min(max(counts) + 1, size)))
+    rows = []
+    for row, (count, own_values, own_ids) in enumerate(zip(counts, values, ids, strict=True)):
+        least = own_values[min(count, size) - 1]
+        if count < size and own_values[count] == least > -inf:  # of which `topk` takes any
+            own_ids = (logits[row] >= least).nonzero()[:, 0].tolist()
+            own_values = logits[row, own_ids].tolist()
+        pairs = zip(own_ids, own_values, strict=True)
+        rows.append(sorted(pairs, key=lambda pair: (-pair[1], pair[0]))[:count])
+    return rows
 
 
 def verify(
@@ -71,7 +86,7 @@ def verify(
 ) -> list[Verdict]:
     """Verify the proposals in one target pass and one copy from the device.
 
-    Log-probabilities cost one more copy, the most probable tokens two further ones, and so do rules
+    Log-probabilities cost one more copy, the most probable tokens three further ones, and rules
     that read drafts on the host. Accepted tree nodes are moved to follow the cached tokens. Exact
     unless relaxed_acceptance is above 1 or there is a synthetic rate; these, and method "block",
     are for chains only. Ranks that share the target all use what rank 0 accepts.
@@ -117,8 +132,8 @@ def verify(
         dead += _accept_up_to_non_finite_rows(runner, spec, verdicts, Pass(*given))
     for b, node in dead:  # the draft is accepted up to there; the request fails in the next step
         verdicts[b] = _cut_after(verdicts[b], node)
-    if most := max(request.params.logprobs or 0 for request in requests):
-        _add_best(verdicts, most, logits, counts, batch, bitmask)
+    if any(request.params.logprobs for request in requests):
+        _add_best(verdicts, logits, counts, batch, bitmask)
     return verdicts
 
 
@@ -249,19 +264,20 @@ def _ruled(
 
 def _add_best(
     verdicts: list[Verdict],
-    most: int,
     target_logits: Tensor,
     counts: list[int],
     batch: Batch,
     token_bitmask: Tensor | None,
 ) -> None:
     """Add the most probable tokens at each position to the verdicts of requests that want them."""
-    first, rows, owners = [*accumulate(counts, initial=0)], [], []
+    first, rows, owners, own, nums = [*accumulate(counts, initial=0)], [], [], [], []
     for b, (request, verdict) in enumerate(zip(batch.requests, verdicts, strict=True)):
         if request.params.logprobs and verdict.accepted_len >= 0:
             path = verdict.path or range(1, verdict.accepted_len + 1)
             rows += [first[b] + node for node in (0, *path)][: len(verdict.output_ids)]
             owners += [b] * len(verdict.output_ids)
+            own += verdict.output_ids
+            nums += [request.params.logprobs] * len(verdict.output_ids)
     if not rows:
         return
     chosen, chosen_owners = device_tensor([rows, owners], torch.int64, batch.device)
@@ -269,20 +285,22 @@ def _add_best(
     logits, sampling = target_logits[chosen], sampling_of_rows(batch.sampling, chosen_owners)
     kept = {**sampling, "token_bitmask": mask, "backend": batch.backend}
     logsumexp, threshold = row_stats(logits, **kept)
-    best, token_ids = without_forbidden(logits.float(), mask).topk(min(most, logits.shape[1]))
-    temperature = sampling["temperature"]
-    if temperature is not None:
+    if (temperature := sampling["temperature"]) is not None:
         threshold = threshold.masked_fill(temperature == 0, -torch.inf)
     scale = divisors(temperature)
-    scaled = best if scale is None else best / scale[:, None]
-    logprobs = (scaled - logsumexp[:, None]).masked_fill(best < threshold[:, None], -torch.inf)
-    for b, ids, values in zip(owners, token_ids.tolist(), logprobs.tolist(), strict=True):
-        verdict, num = verdicts[b], batch.requests[b].params.logprobs
+    scale = torch.ones_like(logsumexp) if scale is None else scale
+    own_ids = device_tensor(own, torch.int64, batch.device)[:, None]
+    columns = [scale, logsumexp, threshold, logits.gather(1, own_ids)[:, 0].float()]
+    best = largest(without_forbidden(logits, mask), nums)
+    for b, pairs, row in zip(owners, best, torch.stack(columns, dim=1).tolist(), strict=True):
+        verdict, (divisor, total, least, own_logit) = verdicts[b], row
         assert verdict.logprobs is not None
         place = len(verdict.top_logprobs)
-        pairs = zip(ids[:num], values, strict=False)
-        top = {token_id: value for token_id, value in pairs if value > -torch.inf}
-        top[verdict.output_ids[place]] = verdict.logprobs[place]
+        own_logprob = verdict.logprobs[place]
+        # Relative to the token's own, or rounding might change their order.
+        known, total = (own_logit, -own_logprob) if own_logprob > -inf else (0.0, total)
+        top = {i: (x - known) / divisor - total for i, x in pairs if x >= least and x > -inf}
+        top[verdict.output_ids[place]] = own_logprob
         verdict.top_logprobs.append(top)
 
 

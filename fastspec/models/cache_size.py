@@ -45,7 +45,8 @@ def cache_blocks(config: EngineConfig, models: list[PagedModel], max_model_len: 
     if bytes_per_block:
         affordable = (memory - state_bytes) // bytes_per_block
     if affordable <= 0 or memory < state_bytes:
-        states = f", the states of {config.max_batch_size} requests (max_batch_size) {state_bytes}"
+        num = config.max_batch_size
+        states = f", what is kept for each of {num} requests (max_batch_size) {state_bytes}"
         raise ValueError(
             f"kv_cache_memory: {memory} bytes are too few; a block of {config.block_size} tokens"
             f" takes {bytes_per_block} bytes{states if state_bytes else ''}"

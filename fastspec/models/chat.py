@@ -90,13 +90,30 @@ def chat_text(
         raise ValueError(f"chat_template_kwargs: {min(taken)} is given by the messages")
     if tokenizer.chat_template is None and options.get("chat_template") is None:
         raise ValueError("chat: the target's tokenizer has no chat template; give a chat_template")
+    if options.get("continue_final_message") and not (messages and messages[-1].get("content")):
+        raise ValueError("continue_final_message: the last message has no content to continue")
+    _check_read(tokenizer, messages, options)
     text = _rendered(tokenizer, messages, options)
     require_unicode("messages", text)
-    if tools := options.get("tools"):
-        template = tokenizer.get_chat_template(options.get("chat_template"), tools)
-        if re.search(r"\btools\b", template) is None:
-            raise ValueError("tools: the chat template does not read them: the model sees none")
     return text
+
+
+def _check_read(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    options: Mapping[str, Any],
+) -> None:
+    """Refuse tools, and calls of them, that the template would leave out."""
+    tools, template = options.get("tools"), ""
+    has_calls = any(message.get("tool_calls") for message in messages)
+    if tools or has_calls:
+        template = tokenizer.get_chat_template(options.get("chat_template"), tools)
+    if tools and re.search(r"\btools\b", template) is None:
+        raise ValueError("tools: the chat template does not read them: the model sees none")
+    if has_calls and re.search(r"\btool_calls\b", template) is None:
+        raise ValueError(
+            "messages: the chat template does not read tool_calls: the model sees none"
+        )
 
 
 # What a template writes that takes a list of parts for a text.
@@ -209,6 +226,8 @@ def _template_message(message: Any) -> Mapping[str, Any]:
         message = {**message, "content": content}
     fits = isinstance(content, str) or (content is None and message["role"] == "assistant")
     require("messages", content, fits, expected)
+    if content is None and not message.get("tool_calls"):
+        message = {**message, "content": ""}
     if (calls := message.get("tool_calls")) is not None:
         require("messages", calls, isinstance(calls, list), "tool_calls: a list")
         message = {**message, "tool_calls": [_tool_call(call) for call in calls]}

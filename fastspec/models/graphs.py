@@ -80,14 +80,18 @@ class CudaCapture:
         return replay
 
 
-def capture_for(cuda_graphs: str, paged_model: PagedModel) -> Capture | None:
+def capture_for(
+    cuda_graphs: str, paged_model: PagedModel, why_not: str | None = None
+) -> Capture | None:
     """Return how to capture passes of the model under this setting; None = no capture.
 
+    Args:
+        why_not: why its runner's passes cannot be captured, to follow the model's name.
     Raises:
-        ValueError: "on" for a model that is not on a GPU, is an encoder-decoder or recurrent, or
-            attends in chunks.
+        ValueError: "on" for a model that is not on a GPU, is an encoder-decoder or recurrent,
+            attends in chunks, or has such a runner.
     """
-    reason = None
+    reason = why_not
     if paged_model.device.type != "cuda":
         reason = f"runs on {paged_model.device.type}; graphs need a CUDA device"
     elif paged_model.recurrent is not None:

@@ -1,6 +1,6 @@
 """Packed forward passes: their spans, and their layout in two buffers on the device."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -156,6 +156,14 @@ class PagedStep:
         return cls(
             caches, positions, rows, tables, lens, ends, slots, prompts, backend, spans=spans
         )
+
+    def row_by_row(self) -> "PagedStep":
+        """Return the pass with each row as the last token of a text of its own."""
+        count = len(self.slot_mapping)
+        owners = torch.repeat_interleave(self.cu_rows.diff(), output_size=count)
+        rows = torch.arange(count + 1, dtype=torch.int32, device=owners.device)
+        tables, lengths = self.block_table[owners], self.context_lens[owners]
+        return replace(self, block_table=tables, context_lens=lengths, cu_rows=rows)
 
     def store_inputs(self) -> None:
         """Store the layers' inputs of this pass, if they are to be kept."""

@@ -232,6 +232,8 @@ def _check_loaded(field: str, model: PreTrainedModel, config: EngineConfig) -> N
             f"dtype: {config.dtype!r}, but the {field}, a loaded {name}, is in {', '.join(dtypes)};"
             " convert it, or pass 'auto'"
         )
+    if "float64" in dtypes:
+        raise ValueError(f"{field}: {name} is in float64; expected float32, bfloat16 or float16")
     if config.device != "auto":
         device = torch.empty(0, device=resolve_device(config)).device
         if model.device != device:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fastspec.config import SpecConfig
-from fastspec.config.methods import methods
+from fastspec.config.methods import OWN_DRAFTS, methods
 
 ASSETS = Path(str(files("fastspec"))) / "assets"
 BUNDLED = {
@@ -21,9 +21,9 @@ FETCHED = ("smollm2",)
 # Draft models by target and method; "" for all other methods.
 _DRAFTS: dict[str, dict[str, str | None]] = {
     "tiny": {
+        **dict.fromkeys(OWN_DRAFTS),
         "": "tiny-draft",
         "glide": "tiny-glide",
-        **dict.fromkeys(("eagle3", "dflash", "gemma_assistant")),
     },
     "smollm2": {"eagle3": "smollm2-eagle3", "glide": "smollm2-glide"},
 }

@@ -162,7 +162,7 @@ class PagedModel:
         ValueError: the model cannot be run this way; the message names it and says why.
     """
 
-    bytes_per_sequence = 0  # for the states of recurrent layers
+    bytes_per_sequence = 0  # besides those of its tokens, for example recurrent states
     decoder_start_id: int | None = None  # only an encoder-decoder has one
     chunk_size: int | None = None  # maximum tokens that chunked_layers attend to
     chunked_layers: tuple[int, ...] = ()

@@ -45,6 +45,8 @@ class ModelRunner:
             that are not whole blocks.
     """
 
+    why_not_captured: str | None = None  # what keeps all its passes from it, for errors
+
     def __init__(
         self,
         paged_model: PagedModel,
@@ -75,7 +77,7 @@ class ModelRunner:
         self._num_blocks, self.block_size = num_blocks, block_size
         self._chunk_size = config.prefill_chunk_size
         self.graphs: GraphedForward | None = None
-        if capture := capture_for(config.cuda_graphs, paged_model):
+        if capture := capture_for(config.cuda_graphs, paged_model, self.why_not_captured):
             self.capture_with(capture, must=config.cuda_graphs == "on")
 
     def capture_with(self, capture: Capture, must: bool) -> None:

@@ -73,6 +73,35 @@ def copy_of_modules(model: PreTrainedModel) -> PreTrainedModel:
     return deepcopy(model, {id(tensor): tensor for tensor in shared})
 
 
+class TwinSource:
+    """A model as it was when its twin was made, which goes on with the weights of then."""
+
+    def __init__(self, model: PreTrainedModel):
+        self._model, self._parts = model, _parts_of(model)
+
+    def check_unchanged(self) -> None:
+        """Raise a ValueError if the model has other modules, parameters or hooks by now.
+
+        New values in the same parameters reach the twin.
+        """
+        if _parts_of(self._model) != self._parts:
+            raise ValueError(
+                f"target: modules, parameters or hooks of the {type(self._model).__name__} have"
+                " been replaced since the engine was made; make a new engine"
+            )
+
+
+def _parts_of(model: PreTrainedModel) -> list[Any]:
+    parts: list[Any] = []
+    for module in model.modules():
+        parts.append(module)
+        for weight in module._parameters.values():
+            parts.append(weight if weight is None else (id(weight), weight.dtype, weight.device))
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            parts += hooks.values()
+    return parts
+
+
 def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
     """Copy a decoder, sharing weights, with only its first layers, its norm and its head.
 

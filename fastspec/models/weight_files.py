@@ -35,7 +35,9 @@ def check_safetensors(source: str | Path) -> None:
     if adapter is not None:
         base = adapter.get("base_model_name_or_path", source)
         files.append(_ADAPTER if _find(source, _ADAPTER) else "adapter_model.bin")
-    named = (_read(base, "config.json") or {}).get("transformers_weights")
+    if (config := _read(base, "config.json")) is None:
+        return  # there is no model; loading it will say why
+    named = config.get("transformers_weights")
     found = [name for name in ([named] if named else [_WHOLE, _INDEX]) if _find(base, name)]
     index = _read(base, found[0]) if found and found[0].endswith(".json") else None
     files += found[:1] if index is None else [*index["weight_map"].values()]

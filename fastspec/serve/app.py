@@ -26,7 +26,7 @@ from fastspec.config.checks import require
 from fastspec.config.serve import ServeConfig
 from fastspec.engine.engine import Engine
 from fastspec.engine.outputs import RequestOutput
-from fastspec.engine.prompts import telling_which
+from fastspec.engine.prompts import PromptTooLong, telling_which
 from fastspec.serve.engine_thread import EngineFailure, EngineThread, Generation
 from fastspec.serve.metrics import ServerMetrics
 from fastspec.serve.prompts import PromptMaker
@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 _LAST_WORDS = 1.0  # seconds that a client has to take the end of a stream that is cut
 _RETRY_AFTER = {"Retry-After": "1"}
+_READ = ["GET", "HEAD"]
 _OPEN_PATHS = ("/", "/health")  # for whoever has no API key
 _HEADERS = ((b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer"))
 _PREDICT_TOKENS = 40  # as in the published demo
@@ -130,33 +131,33 @@ def create_app(
         "has_chat_template": getattr(engine.tokenizer, "chat_template", None) is not None,
     }
 
-    @app.get("/v1/models")
+    @app.api_route("/v1/models", methods=_READ)
     async def models() -> JSONResponse:
         return JSONResponse({"object": "list", "data": [card]})
 
-    @app.get("/v1/models/{name:path}")
+    @app.api_route("/v1/models/{name:path}", methods=_READ)
     async def one_model(name: str) -> JSONResponse:
         _check_model(name, model)
         return JSONResponse(card)
 
-    @app.get("/health")
+    @app.api_route("/health", methods=_READ)
     async def health() -> JSONResponse:
         if not thread.is_alive:
             return JSONResponse({"status": "the engine has stopped"}, 503)
         return JSONResponse({"status": "ok"})
 
-    @app.get("/version")
+    @app.api_route("/version", methods=_READ)
     async def version() -> JSONResponse:
         return JSONResponse({"version": fastspec.__version__})
 
-    @app.get("/metrics")
+    @app.api_route("/metrics", methods=_READ)
     async def metrics_page() -> Response:
         return Response(metrics.page(), media_type="text/plain; version=0.0.4")
 
     page = files("fastspec.serve").joinpath("page.html").read_text(encoding="utf-8")
     page_headers = {"Content-Security-Policy": _policy(page), "Cache-Control": "no-cache"}
 
-    @app.get("/")
+    @app.api_route("/", methods=_READ)
     async def home() -> HTMLResponse:
         return HTMLResponse(page, headers=page_headers)
 
@@ -303,9 +304,9 @@ class Endpoint:
             if not message.get("more_body"):
                 return bytes(body)
 
-    def _bad_request(self, message: str, given: Set[str], code: str | None = None) -> Refused:
-        param = field_of(message, given, FIELDS[self.kind])
-        return Refused(400, message, code, param=param)
+    def _bad_request(self, why: Any, given: Set[str], code: str | None = None) -> Refused:
+        code = "context_length_exceeded" if isinstance(why, PromptTooLong) else code
+        return Refused(400, str(why), code, param=field_of(str(why), given, FIELDS[self.kind]))
 
     def _parse(self, body: bytes) -> Any:
         """What `_asked` makes of a body; Refused for what it cannot read."""
@@ -315,15 +316,16 @@ class Endpoint:
             asked = self._asked(parsed)
         except ValueError as error:
             given = {name for name, value in parsed.items() if value is not None}
-            raise self._bad_request(str(error), given) from error
+            raise self._bad_request(error, given) from error
         _check_model(parsed.get("model"), self.model)
         return asked
 
     def _asked(self, parsed: Mapping[str, Any]) -> Any:
         if self.kind == "predict":
             prompt = parsed.get("prompt")
-            fits = {*parsed} == {"prompt"} and isinstance(prompt, str)
+            fits = {*parsed} == {"prompt"}
             require("body", [*parsed], fits, 'an object like {"prompt": "a text"}')
+            require("prompt", prompt, isinstance(prompt, str), "a text")
             num_tokens = min(_PREDICT_TOKENS, self.config.max_completion_tokens)
             params = SamplingParams(max_tokens=num_tokens, top_k=10, top_p=0.9)
             return ParsedRequest([str(prompt)], params, fields=parsed.keys())
@@ -348,7 +350,7 @@ class Endpoint:
                 prediction = partial(self.prompts.prediction_ids, prediction)
             return await self.thread.open(makers, asked.params, asked.is_open_ended, prediction)
         except (ValueError, RecursionError) as error:
-            raise self._bad_request(str(error), asked.fields) from error
+            raise self._bad_request(error, asked.fields) from error
 
     def _makers(
         self, prompts: Sequence[Any], template: Mapping[str, Any] | None
@@ -423,7 +425,7 @@ class TokensEndpoint(Endpoint):
         try:
             return JSONResponse(await self.thread.convert(partial(convert, asked)))
         except (ValueError, RecursionError) as error:
-            raise self._bad_request(str(error), asked.fields) from error
+            raise self._bad_request(error, asked.fields) from error
 
 
 class Stream:
@@ -439,15 +441,13 @@ class Stream:
             self.has_begun = True
             headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-store")]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-        message = {"type": "http.response.body", "body": body, "more_body": not is_last}
-        await self._send(message)
+        await self._send({"type": "http.response.body", "body": body, "more_body": not is_last})
 
 
 async def _refused(request: Request, error: HTTPException | Refused) -> Response:
     if isinstance(error, Refused):
         return error.response
-    message = f"{request.method} {request.url.path}: {error.detail}"
-    body = error_body(error.status_code, message)
+    body = error_body(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
     return JSONResponse(body, error.status_code, headers=error.headers)
 
 

@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from fastspec.config.serve import ServeConfig
 from fastspec.engine.engine import Engine
 from fastspec.engine.outputs import RequestOutput
-from fastspec.engine.prompts import Message, Prompt
-from fastspec.models.chat import reply_message
+from fastspec.engine.prompts import Message, Prompt, PromptTooLong
+from fastspec.models.chat import chat_text, reply_message
 from fastspec.models.shared_vocabulary import BYTE_OF
 from fastspec.serve.requests import DetokenizeRequest, ParsedRequest, TokenizeRequest
 
@@ -41,7 +41,7 @@ class PromptMaker:
         """Refuse at once, with ValueError, a text that must have more tokens than the limit."""
         most = self._most_characters
         if most is not None and len(text) > most:
-            raise ValueError(
+            raise PromptTooLong(
                 f"prompt: has {len(text)} characters, more than fit in {self._most} tokens, the"
                 " limit"
             )
@@ -56,7 +56,7 @@ class PromptMaker:
 
     def chat_ids(self, messages: Sequence[Message], template: Mapping[str, Any]) -> list[int]:
         """The ids of a conversation, with arguments for its template; ValueError as for `ids`."""
-        text = self._chat_text(messages, template)
+        text = chat_text(self._reader.tokenizer, messages, **template)
         self.check_length(text)
         return self._within_limit(self._reader.chat_ids(text))
 
@@ -73,7 +73,7 @@ class PromptMaker:
         if asked.template is None:
             text = self._reader.in_template(asked.prompt)
         else:
-            text = self._chat_text(asked.prompt, asked.template)
+            text = chat_text(self._reader.tokenizer, asked.prompt, **asked.template)
         self.check_length(text)
         ids = self._reader.plain_ids("prompt", text, asked.add_special_tokens)
         tokenizer = self._reader.tokenizer
@@ -95,16 +95,13 @@ class PromptMaker:
         """Outputs for a conversation as messages, by index; see `reply_message`."""
         tokenizer, template = self._reader.tokenizer, asked.template or {}
         assert tokenizer is not None
-        prompt = self._chat_text(cast(Any, asked.prompts), template)
+        prompt = chat_text(tokenizer, cast(Any, asked.prompts), **template)
         tools = template.get("tools")
         return {o.index: reply_message(tokenizer, o.text, prompt, tools) for o in outputs}
 
-    def _chat_text(self, messages: Sequence[Message], template: Mapping[str, Any]) -> str:
-        return self._reader.chat_text(messages, template)
-
     def _within_limit(self, ids: list[int], name: str = "prompt") -> list[int]:
         if len(ids) > self._most:
-            raise ValueError(f"{name}: has {len(ids)} tokens; the limit is {self._most}")
+            raise PromptTooLong(f"{name}: has {len(ids)} tokens; the limit is {self._most}")
         return ids
 
 

@@ -216,6 +216,8 @@ class ReplyBuilder:
             self._num_new[index] += len(event.token_ids)
             prompt = self._generation.prompt_lens[event.request_id]
             chunk["usage"] = _tokens(prompt, self._num_new[index])
+        elif self._asked.include_usage:
+            chunk["usage"] = None
         return chunk
 
     def _whole_choice(self, index: int, output: RequestOutput) -> dict[str, Any]:
@@ -297,11 +299,7 @@ class ReplyBuilder:
         return {
             "tokens": [text for text, _ in tokens],
             "token_logprobs": values,
-            # Of tokens of the same text the likeliest.
-            "top_logprobs": [
-                {text: value for (text, _), value in reversed(pairs)} or None for pairs in best
-            ]
-            or None,
+            "top_logprobs": [_by_text(pairs) or None for pairs in best] or None,
             "text_offset": self._text_offsets(index, [own for _, own in tokens], text, prompt),
         }
 
@@ -395,6 +393,16 @@ def _num_spaces(text: str) -> int:
 
 def _finite(logprob: float | None) -> float | None:
     return None if logprob is None else max(logprob, _LEAST_LOGPROB)
+
+
+def _by_text(
+    tokens: Sequence[tuple[tuple[str, bytes], float | None]],
+) -> dict[str, float | None]:
+    """Log-probabilities by text, best first as given; of tokens of the same text the best."""
+    best: dict[str, float | None] = {}
+    for (text, _), logprob in tokens:
+        best.setdefault(text, logprob)
+    return best
 
 
 def _token(token: tuple[str, bytes], logprob: float | None) -> dict[str, Any]:

@@ -131,7 +131,9 @@ def load_prompts(name: str, file: Path | None = None, limit: int | None = None) 
         if len(prompts) == limit:
             break
     if not prompts or (limit is not None and len(prompts) < limit):
-        raise ValueError(f"dataset: expected {limit or 1} prompts of {name}, got {len(prompts)}")
+        field = "dataset" if file is None else f"dataset_file: {file}"
+        wanted = "a prompt" if limit in (None, 1) else f"{limit} prompts"
+        raise ValueError(f"{field}: expected {wanted} of {name}, got {len(prompts)}")
     return prompts
 
 

@@ -20,7 +20,7 @@ from fastspec.drafters.dflash import DFlashDraft, load_dflash
 from fastspec.drafters.eagle3 import Eagle1Draft, EagleDraft, load_eagle
 from fastspec.drafters.gemma_assistant import is_assistant
 from fastspec.drafters.glide import GlideLlamaForCausalLM, load_glide
-from fastspec.drafters.reencoding import is_reencoded
+from fastspec.drafters.reencoding import tokenizers_of
 from fastspec.engine.engine import Engine
 from fastspec.engine.stats import SpecStats
 from fastspec.models.loading import bigram_beside, load_model, load_tokenizer
@@ -292,6 +292,7 @@ def load_named_draft(name: str, context: DrafterContext) -> PreTrainedModel:
     kind = kind_of(name, context.read_config)
     if kind in ("eagle3", "dflash"):
         load = load_eagle if kind == "eagle3" else load_dflash
+        assert context.target_model is not None
         return load(name, context.config, context.target_model)
     if kind == "gemma_assistant":
         return load_model("draft", name, context.config_of_files)
@@ -305,8 +306,9 @@ def _tokenizer_of_reencoded(
     """The draft model's tokenizer, if the engine would re-encode its text."""
     if len(drafts) != 1 or not method_named(context.spec.method).reencodes:
         return None
-    is_read = is_reencoded(replace(context, drafter=drafts[0]))
-    return context.read_tokenizer("draft", drafts[0]) if is_read else None
+    if tokenizers_of(replace(context, drafter=drafts[0])) is None:
+        return None
+    return context.read_tokenizer("draft", drafts[0])
 
 
 def _level_names(drafts: Sequence[PreTrainedModel]) -> list[str]:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fastspec.drafters.glide.model import GlideCrossAttention, GlideLlamaForCausalLM
 from fastspec.models.reduced_vocabulary import ReducedHead
-from fastspec.train.glide_data import Lesson
+from fastspec.train.data import Lesson
 
 _REACH = 40  # tokens over which a rotary pair must turn by less than a radian to be used
 _SCORE_SPREAD = 2.5  # initial standard deviation of the scores

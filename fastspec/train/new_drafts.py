@@ -18,7 +18,7 @@ from fastspec.drafters.glide.model import GlideLlamaConfig, GlideLlamaForCausalL
 from fastspec.models.layer_fields import last_layer_field
 from fastspec.models.model_kinds import paged_model_of
 from fastspec.models.reduced_vocabulary import reduce_vocabulary
-from fastspec.train.glide_data import Rows, most_frequent
+from fastspec.train.data import Rows, most_frequent
 from fastspec.train.options import DraftShape
 
 _USUAL_HEAD_DIM = 64  # of a draft whose target has no attention heads

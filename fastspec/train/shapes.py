@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from fastspec.train.glide_data import cut_rows
+from fastspec.train.data import cut_rows
 from fastspec.train.new_drafts import make_draft
 from fastspec.train.options import DraftShape, ShapesTried
 

@@ -16,14 +16,14 @@ from transformers import PreTrainedModel
 from fastspec.config.checks import require
 from fastspec.config.files import write_whole
 from fastspec.models.reduced_vocabulary import ReducedHead, reduced_rows
-from fastspec.train.distillation import FrozenHeadLoss
-from fastspec.train.glide_data import (
+from fastspec.train.data import (
     check_head,
     digest_of,
     most_frequent,
     states_file,
     stored_states,
 )
+from fastspec.train.distillation import FrozenHeadLoss
 from fastspec.train.new_drafts import llama_shape
 from fastspec.train.options import DraftShape, TrainOptions
 from fastspec.train.processes import OneProcess

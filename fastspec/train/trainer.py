@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 from fastspec.config.checks import require
 from fastspec.config.files import write_whole
 from fastspec.drafters.glide.model import GlideLlamaForCausalLM
+from fastspec.train.data import Lesson, Teacher, describe_target
 from fastspec.train.distillation import DistillationLoss
-from fastspec.train.glide_data import Lesson, Teacher, describe_target
 from fastspec.train.glide_lookup import start_as_lookup
 from fastspec.train.options import DraftShape, TrainOptions
 from fastspec.train.processes import OneProcess

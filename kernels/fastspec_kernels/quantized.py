@@ -67,7 +67,8 @@ def quantized_linear(
         bias: [N] float32, contiguous, or None.
         backend: "auto", "cpu" or "reference".
     Returns:
-        [..., N], dtype of input. A row is NaN if one of its inputs is not finite.
+        [..., N], dtype of input. A row is NaN if one of its inputs is not finite; it may
+        also be if a weight's and an input's magnitude multiply to more than float32 holds.
     Raises:
         ValueError: a wrong dtype, shape, device or stride, or a backend that cannot run this.
 

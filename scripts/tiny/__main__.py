@@ -15,7 +15,7 @@ import torch
 import typer
 from transformers import LlamaForCausalLM
 
-from fastspec.train.glide_data import Rows
+from fastspec.train.data import Rows
 from fastspec.train.options import TrainOptions
 from scripts.tiny import corpus as tiny_corpus
 from scripts.tiny import draft as tiny_draft

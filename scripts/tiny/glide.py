@@ -13,7 +13,7 @@ from fastspec.config import SamplingParams, SpecConfig
 from fastspec.drafters.glide.dense import TopLayers
 from fastspec.engine.engine import Engine
 from fastspec.models.paged_model import cache_name
-from fastspec.train.glide_data import Lesson, Rows
+from fastspec.train.data import Lesson, Rows
 from fastspec.train.new_drafts import make_glide, make_matched
 from fastspec.train.options import TrainOptions
 from fastspec.train.processes import OneProcess

@@ -15,6 +15,11 @@ TEMPLATE = (
     "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}{{ style }}"
 )
+CALLING = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}],
+}
 HI, WHY = [{"role": "user", "content": "hi"}], [{"role": "user", "content": "why?"}]
 
 
@@ -132,6 +137,11 @@ def test_what_the_template_is_told(engine):
             HI,
             {"chat_template_kwargs": {"chat_template": "{{ raise_exception('roles') }}"}},
             "messages: the chat template failed: roles",
+        ),
+        (
+            [{"role": "user", "content": "hi"}, CALLING],
+            {"chat_template": "{{ messages[-1].content }}"},
+            "messages: the chat template does not read tool_calls",
         ),
         (
             HI,

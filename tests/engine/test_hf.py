@@ -10,15 +10,18 @@ from transformers import (
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
+    NoRepeatNGramLogitsProcessor,
     StoppingCriteria,
     StoppingCriteriaList,
     SynthIDTextWatermarkingConfig,
     TemperatureLogitsWarper,
+    TypicalLogitsWarper,
     set_seed,
 )
 from transformers.generation.streamers import BaseStreamer
 
 from fastspec import HFGenerator, hf, hf_generate
+from fastspec.engine import hf_processors
 from fastspec.models.paged_model import cache_name
 from fastspec_kernels.testing import chi_square
 
@@ -145,6 +148,52 @@ def test_processors_of_the_user(model, drafter, inputs):
     ids = assert_same(model, inputs, drafter, **options)
     assert ids.tolist() != model.generate(**inputs, **GREEDY).tolist()
     assert_same(model, inputs, drafter, **options, repetition_penalty=1.3, bad_words_ids=[[74]])
+
+
+def test_transformers_own_processors_get_one_row(model, monkeypatch):
+    """Those that look at nothing else; the others get it as often as the batch has rows."""
+    sizes = {kind: set() for kind in (NoRepeatNGramLogitsProcessor, TypicalLogitsWarper, Shift)}
+
+    def noting(kind, call):
+        def noted(self, input_ids, scores):
+            sizes[kind].add((len(input_ids), len(scores)))
+            return call(self, input_ids, scores)
+
+        return noted
+
+    for kind in sizes:
+        monkeypatch.setattr(kind, "__call__", noting(kind, kind.__call__))
+    options = {"no_repeat_ngram_size": 2, "typical_p": 0.9, "logits_processor": [Shift()]}
+    hf_generate(model, **BATCH, **GREEDY | {"do_sample": True}, **options)
+    assert [*sizes.values()] == [{(1, 1)}, {(1, 1)}, {(3, 3)}]
+
+
+@pytest.mark.parametrize("kind", hf_processors.ROW_BY_ROW, ids=lambda kind: kind.__name__)
+def test_rows_of_these_processors_depend_on_no_other(kind):
+    given = {
+        "ExponentialDecayLengthPenalty": ((2, 1.5), EOS_ID, 3),
+        "ForcedBOSTokenLogitsProcessor": (7,),
+        "ForcedEOSTokenLogitsProcessor": (8, EOS_ID),
+        "InfNanRemoveLogitsProcessor": (),
+        "LogitNormalization": (),
+        "MinLengthLogitsProcessor": (20, EOS_ID),
+        "MinNewTokensLengthLogitsProcessor": (3, 9, EOS_ID),
+        "NoBadWordsLogitsProcessor": ([[7, 40]],),
+        "SequenceBiasLogitsProcessor": ([[[7, 40], 2.0]],),
+        "SuppressTokensAtBeginLogitsProcessor": ([5, 9], 6),
+        "SuppressTokensLogitsProcessor": ([5, 9],),
+        "TopKLogitsWarper": (4,),
+        "NoRepeatNGramLogitsProcessor": (2,),
+        "EpsilonLogitsWarper": (0.01,),
+        "EtaLogitsWarper": (0.01,),
+    }
+    processor = kind(*given.get(kind.__name__, (0.7,)))
+    scores = torch.randn(len(IDS), 300)
+    whole = processor(IDS, scores.clone())
+    for row in range(len(IDS)):
+        rows = slice(row, row + 1)
+        own = hf_processors.processed([processor], IDS[rows], scores[rows], row, len(IDS))
+        assert own.equal(whole[rows])
 
 
 def test_a_processor_that_raises(model):

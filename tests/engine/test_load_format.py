@@ -51,6 +51,16 @@ def opened(monkeypatch):
     return files
 
 
+def test_what_is_not_there_is_not_blamed_on_its_format(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    messages = []
+    for config in ({}, SAFE):
+        with pytest.raises(ValueError, match="target: cannot load ") as caught:
+            Engine("no/such-model", config=config)
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+
+
 def refusal(field, folder, *models, spec="none"):
     with pytest.raises(ValueError, match=f"^{field}: cannot load ") as caught:
         Engine(*models, byte_tokenizer(), spec=spec, config=SAFE)

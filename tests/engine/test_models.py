@@ -154,6 +154,9 @@ def test_dtype_and_device_of_loaded_models(role):
     models = (away, None) if role == "target" else (model, away)
     message = refusal(*models, config=EngineConfig(device="cpu"))
     assert message.startswith(f"device: 'cpu', but the {role}, a loaded LlamaForCausalLM, is on m")
+    wide = cast(Any, random_model("llama")).double()
+    message = refusal(*((wide, None) if role == "target" else (model, wide)))
+    assert message.startswith(f"{role}: LlamaForCausalLM is in float64; expected float32, bf")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

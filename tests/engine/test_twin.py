@@ -33,6 +33,49 @@ def test_weights_are_shared_and_the_model_untouched():
     assert model.config._attn_implementation == before
 
 
+CHANGES = {
+    "assigned": lambda m: m.load_state_dict(
+        {name: x + 0.1 for name, x in m.state_dict().items()}, assign=True
+    ),
+    "head": lambda m: setattr(m.lm_head, "weight", torch.nn.Parameter(m.lm_head.weight + 0.1)),
+    "module": lambda m: m.set_output_embeddings(torch.nn.Linear(16, 263, bias=False)),
+    "layers": lambda m: setattr(m.model, "layers", m.model.layers[:1]),
+    "hook": lambda m: m.model.layers[0].register_forward_hook(lambda *args: None),
+    "dtype": lambda m: m.to(torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_target_that_has_changed_is_refused(change):
+    """Its twin would go on with what it was; requests that run already may end."""
+    model = random_model("llama")
+    engine = Engine(model)
+    running = engine.add_request([1, 2, 3], GREEDY)
+    CHANGES[change](model)
+    if change != "dtype":  # whose weights are those that a running request needs
+        while engine.has_unfinished:
+            events = engine.step()
+        assert events[-1].output.error is None
+    engine.abort(running)
+    message = "target: modules, parameters or hooks of the LlamaForCausalLM have been replaced"
+    for call in (engine.generate, engine.add_request, lambda ids: next(engine.stream(ids))):
+        with pytest.raises(ValueError, match=message):
+            call([1, 2, 3])
+    with pytest.raises(ValueError, match=message):
+        engine.reset_prefix_cache()
+
+
+def test_new_values_in_place_reach_the_twin():
+    model = random_model("llama")
+    engine = Engine(model, config=EngineConfig(prefix_caching=True))
+    before = engine.generate([1, 2, 3], GREEDY)[0].token_ids
+    model.load_state_dict({name: x.flip(0) for name, x in model.state_dict().items()})
+    engine.reset_prefix_cache()
+    (output,) = engine.generate([1, 2, 3], GREEDY)
+    assert output.token_ids == tuple(hugging_face_greedy(model, [1, 2, 3], 20))
+    assert output.token_ids != before
+
+
 def test_variants_that_only_look_alike_keep_their_code():
     if "cpu" not in available_backends():
         return

@@ -189,6 +189,9 @@ def test_a_foreign_host_name_is_refused_on_loopback(client, host):
 
 def test_paths_that_are_not_there(client):
     assert "/nothing" in error_of(client.get("/nothing"), 404)["message"]
+    for path in ("/", "/health", "/v1/models"):
+        response = client.head(path)
+        assert (response.status_code, response.content) == (200, b"")
     response = client.get(COMPLETIONS)
     error_of(response, 405)
     assert response.headers["allow"] == "POST"

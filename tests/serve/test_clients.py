@@ -16,6 +16,19 @@ from .helpers import (
     serving,
 )
 
+
+def test_a_prompt_that_is_too_long_has_openais_code(client):
+    """By which agents know that they must shorten a conversation."""
+    for ask in (
+        lambda: complete(client, [5] * 600),
+        lambda: complete(client, ["a", "x" * 600]),
+        lambda: converse(client, [{"role": "user", "content": "x" * 600}]),
+    ):
+        with pytest.raises(openai.BadRequestError) as caught:
+            ask()
+        assert caught.value.code == "context_length_exceeded"
+
+
 PARTS = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
 BEGUN = [*MESSAGES, {"role": "assistant", "content": "so "}]
 LAST = {"role": "user", "content": "hi"}
@@ -100,9 +113,10 @@ def test_a_template_may_end_messages():
         continued = {"continue_final_message": True, "ignore_eos": True}
         answer = converse(client, BEGUN, extra_body=continued)
         assert answer.choices[0].message.content == generated(engine, "[hi][so ").text
-        empty = [*MESSAGES, {"role": "assistant", "content": None}]
-        with pytest.raises(openai.BadRequestError, match="messages: the chat template failed"):
-            converse(client, empty, extra_body=continued)
+        for content in (None, ""):
+            empty = [*MESSAGES, {"role": "assistant", "content": content}]
+            with pytest.raises(openai.BadRequestError, match="the last message has no content"):
+                converse(client, empty, extra_body=continued)
 
 
 @pytest.mark.parametrize(

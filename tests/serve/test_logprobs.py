@@ -16,6 +16,8 @@ def test_logprobs(client, engine):
     assert all(
         token in top for token, top in zip(logprobs.tokens, logprobs.top_logprobs, strict=True)
     )
+    for top in logprobs.top_logprobs:
+        assert [*top.values()] == sorted(top.values(), reverse=True)
     streamed = [c.choices[0].logprobs for c in complete(client, logprobs=2, stream=True)]
     assert [each.tokens[0] for each in streamed] == logprobs.tokens
     assert [each.token_logprobs[0] for each in streamed] == pytest.approx(expected.logprobs)

@@ -93,6 +93,8 @@ def test_running_usage(client, kind):
         }
     alone = [*kind(client, stream=True, stream_options={"include_usage": True})]
     assert [each.usage is None for each in alone] == [True] * 24 + [False]
+    assert all("usage" in each.model_fields_set for each in alone)  # as null, for other clients
+    assert not any("usage" in each.model_fields_set for each in kind(client, stream=True))
 
 
 def test_fields_that_ask_for_nothing(client):

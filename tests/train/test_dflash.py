@@ -10,8 +10,8 @@ from fastspec import Engine, SamplingParams, SpecConfig
 from fastspec.cli import app
 from fastspec.config import EngineConfig
 from fastspec.drafters.dflash import load_dflash, save_dflash
+from fastspec.train.data import split_places
 from fastspec.train.dflash import DFlashTrainer, in_blocks, make_dflash
-from fastspec.train.glide_data import split_places
 from fastspec.train.options import DraftShape, TrainOptions
 from fastspec.train.states import Text, stored_lessons, train_on_states
 

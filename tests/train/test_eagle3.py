@@ -13,9 +13,9 @@ from fastspec.cli import app
 from fastspec.config import EngineConfig
 from fastspec.drafters.eagle3 import load_eagle, save_eagle3
 from fastspec.drafters.eagle3.model import usual_layers
+from fastspec.train.data import split_places
 from fastspec.train.distillation import FrozenHeadLoss
 from fastspec.train.eagle3 import Eagle3Trainer, make_eagle3, unrolled
-from fastspec.train.glide_data import split_places
 from fastspec.train.options import DraftShape, TrainOptions
 from fastspec.train.states import (
     Text,

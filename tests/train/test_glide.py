@@ -13,11 +13,11 @@ from fastspec import Engine, SamplingParams, SpecConfig
 from fastspec.cli import app
 from fastspec.drafters.glide import GlideLlamaForCausalLM
 from fastspec.drafters.glide.dense import block_mask, read_target
-from fastspec.train.glide_data import Lesson, Rows, cut_rows, frozen_target
-from fastspec.train.glide_run import train_draft
+from fastspec.train.data import Lesson, Rows, cut_rows, frozen_target
 from fastspec.train.new_drafts import make_glide, make_matched
 from fastspec.train.options import DraftShape, TrainOptions
 from fastspec.train.processes import OneProcess
+from fastspec.train.run import train_draft
 from fastspec.train.trainer import DraftTrainer, draft_loss
 
 from ..models import VOCAB_SIZE, byte_tokenizer, random_model

@@ -5,7 +5,7 @@ import torch
 
 from fastspec.drafters.glide.dense import DenseGlimpse, block_mask
 from fastspec.drafters.glide.model import GlideLlamaConfig, GlideLlamaForCausalLM
-from fastspec.train.glide_data import Lesson
+from fastspec.train.data import Lesson
 from fastspec.train.glide_lookup import _discriminants, start_as_lookup
 
 VOCAB_SIZE, HEAD_SIZE, PERIOD, LENGTH = 32, 64, 24, 72

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from fastspec import SpecConfig
+from fastspec.train.data import Rows
 from fastspec.train.eagle3 import Eagle3Trainer, make_eagle3
-from fastspec.train.glide_data import Rows
-from fastspec.train.glide_run import report_acceptance, train_draft
 from fastspec.train.new_drafts import make_glide
 from fastspec.train.options import DraftShape, TrainOptions
 from fastspec.train.processes import OneProcess
+from fastspec.train.run import report_acceptance, train_draft
 from fastspec.train.states import Text, train_on_states
 
 from ..models import random_model

@@ -17,7 +17,7 @@ from fastspec.models.reduced_vocabulary import (
     reduce_vocabulary,
     save_reduced,
 )
-from fastspec.train.glide_data import (
+from fastspec.train.data import (
     Rows,
     cut_rows,
     frozen_target,
@@ -26,10 +26,10 @@ from fastspec.train.glide_data import (
     stored_states,
     stored_target,
 )
-from fastspec.train.glide_run import train_draft
 from fastspec.train.new_drafts import make_glide, make_plain
 from fastspec.train.options import TrainOptions
 from fastspec.train.own_text import write_texts
+from fastspec.train.run import train_draft
 
 from ..engine.helpers import (
     ALPHA,

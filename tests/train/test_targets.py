@@ -7,12 +7,12 @@ import torch
 from torch.nn.utils import parametrizations, prune
 
 from fastspec import Engine, SamplingParams, SpecConfig
+from fastspec.train.data import cut_rows
 from fastspec.train.eagle3 import Eagle3Trainer, make_eagle3
-from fastspec.train.glide_data import cut_rows
-from fastspec.train.glide_run import report_acceptance, train_draft
 from fastspec.train.new_drafts import make_draft, make_plain, weights_of
 from fastspec.train.options import DraftShape, TrainOptions
 from fastspec.train.processes import OneProcess
+from fastspec.train.run import report_acceptance, train_draft
 from fastspec.train.states import cut_texts, train_on_states
 
 from ..architectures import config_of, random_decoder

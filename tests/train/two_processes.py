@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 
 from fastspec.cli import app
-from fastspec.train.glide_data import Rows
-from fastspec.train.glide_run import train_draft
+from fastspec.train.data import Rows
 from fastspec.train.new_drafts import make_glide
 from fastspec.train.options import TrainOptions
 from fastspec.train.processes import OneProcess, many_processes
+from fastspec.train.run import train_draft
 
 from ..models import byte_tokenizer, random_model
 

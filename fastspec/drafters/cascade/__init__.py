@@ -87,7 +87,7 @@ def _part(source: DraftSource, context: DrafterContext) -> Part:
     if isinstance(source, Drafter):
         return source
     if context.spec.copies_target and isinstance(source, (str, Path, PreTrainedModel)):
-        method = BUILDERS.get(kind_of(source, context.read_config))
-        if method is not None:
-            return as_plan(method.build(replace(context, drafter=source)))
+        build_own = BUILDERS.get(kind_of(source, context.read_config))
+        if build_own is not None:
+            return as_plan(build_own(replace(context, drafter=source)))
     return context.load(source)

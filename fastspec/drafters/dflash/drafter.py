@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate
 from math import log
 
@@ -10,14 +9,20 @@ import torch
 from torch import Tensor
 
 from fastspec.config import EngineConfig
-from fastspec.drafters.base import Drafter, Drafts, Request, SamplingTensors, sampling_of_rows
+from fastspec.drafters.base import (
+    Drafter,
+    Drafts,
+    Request,
+    SamplingTensors,
+    draw,
+    sampling_of_rows,
+)
 from fastspec.drafters.context import DrafterContext, DrafterPlan
 from fastspec.drafters.dflash.loading import load_dflash
 from fastspec.drafters.dflash.model import BlockView, DFlashDraft
-from fastspec.drafters.graphed_drafts import draw
 from fastspec.drafters.logit_rules import Rows
 from fastspec.drafters.target_reader import TargetReader
-from fastspec.models.blocks import Blocks, blocks_needed
+from fastspec.models.blocks import blocks_needed
 from fastspec.models.layout import KVCache, PagedStep, Span
 from fastspec.models.paged_model import PagedModel
 from fastspec.models.runner import ModelRunner
@@ -32,17 +37,17 @@ class DFlashRunner(ModelRunner):
     and may be more than the text has room for.
     """
 
+    why_not_captured = "drafts whole blocks, whose rows are laid out anew in each pass"
+
     def __init__(
         self, paged_model: PagedModel, inputs: KVCache, num_blocks: int, config: EngineConfig
     ):
-        if config.cuda_graphs == "on":
-            raise ValueError("cuda_graphs: 'on', but the passes of a DFlash draft are not captured")
         self._inputs_read = [half.view(-1, *half.shape[2:]) for half in inputs]  # by slot
         self.block_len: int = paged_model.model.config.block_size
         self._first_beyond = num_blocks
         self._blocks_each = blocks_needed(self.block_len, config.block_size)
         num_blocks += config.max_batch_size * self._blocks_each
-        super().__init__(paged_model, num_blocks, replace(config, cuda_graphs="off"))
+        super().__init__(paged_model, num_blocks, config)
 
     def with_block(self, index: int, span: Span) -> Span:
         """Return the span of a text's unread tokens, the last of which begins block `index`."""
@@ -93,25 +98,19 @@ class DFlashDrafter(TargetReader):
     """
 
     name, most_passes = "dflash", 1
-    kind, reads = "DFlash", "the target's hidden states"
+    kind, needs_whole_target = "DFlash", True
     model_class, runner_class = DFlashDraft, DFlashRunner
     runner: DFlashRunner
 
-    @staticmethod
-    def pages(model: PagedModel, target: ModelRunner, blocks: Blocks) -> KVCache:
-        kept = target.keep_inputs(model.model.config.target_layers)
-        blocks.share_with_next()  # those filled before have no states
-        return kept
+    def room(self, length: int) -> int:
+        """See `DraftModelDrafter.room`; a block has no more tokens than it was trained with."""
+        return min(super().room(length), self.runner.block_len - 1)
 
     def write(self, requests: Sequence[Request], texts: list[list[int]], *args, **kwargs) -> Drafts:
         written = super().write(requests, texts, *args, **kwargs)
         for request, text in zip(requests, texts, strict=True):
             self.shorten(request.request_id, min(request.num_cached, len(text) - 1))
         return written
-
-    def room(self, length: int) -> int:
-        """See `DraftModelDrafter.room`; a block has no more tokens than it was trained with."""
-        return min(super().room(length), self.runner.block_len - 1)
 
     def _write_by_passes(
         self,
@@ -216,7 +215,7 @@ def build(context: DrafterContext) -> Drafter | DrafterPlan:
         what = "in a cascade" if spec.copies_target else "for trees"
         raise ValueError(f"drafter: a DFlash draft guesses whole chains, so it cannot draft {what}")
     context = replace(context, tokenizer=None)  # the draft model has none of its own
-    plan = DFlashDrafter.plan(context, partial(load_dflash, target=context.target_model))
+    plan = DFlashDrafter.plan(context, load_dflash)
     if isinstance(plan, DrafterPlan):
         [model] = plan.models
         size = context.config.block_size

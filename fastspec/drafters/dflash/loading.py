@@ -18,7 +18,6 @@ from fastspec.models.reduced_vocabulary import (
     save_beside_target,
     stored_token_ids,
 )
-from fastspec.models.sharded import ranks_of
 from fastspec.models.weight_files import check_shape, fill, read_weights
 
 _ARCHITECTURE = "DFlashDraftModel"
@@ -43,20 +42,16 @@ def is_dflash(source: str | Path | PreTrainedModel, read_config: ReadConfig = lo
 
 
 def load_dflash(
-    source: str | Path | PreTrainedModel, config: EngineConfig, target: PreTrainedModel | None
+    source: str | Path | PreTrainedModel, config: EngineConfig, target: PreTrainedModel
 ) -> PreTrainedModel:
     """Load a DFlash draft onto the device, in the target's dtype, with the target's embeddings and,
     unless it has its own, its head.
 
     Raises:
-        ValueError: there is no target, or the model cannot be loaded or does not fit the target.
+        ValueError: the model cannot be loaded or does not fit the target.
     """
-    if target is None:
-        raise ValueError("drafter: DFlash reads the target's hidden states, but there is no target")
     if target.config.is_encoder_decoder:
         raise ValueError("drafter: DFlash drafts for decoders, the target is an encoder-decoder")
-    if ranks_of(target) is not None:
-        raise ValueError("drafter: a DFlash draft needs a whole target, this one is split")
     loaded = load_model("drafter", source, config, partial(_read, target=target), target)
     if isinstance(loaded, DFlashDraft) and loaded is source:
         _check_fits(loaded, target)

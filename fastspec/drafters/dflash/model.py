@@ -1,6 +1,6 @@
 """DFlash draft models, which guess a whole block of tokens in one pass."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -126,7 +126,7 @@ class DFlashAttention(Qwen3Attention):
     def _attend(self, query: Tensor, cache: KVCache, window: int, step: PagedStep) -> Tensor:
         options = {"scale": self.scaling, "backend": step.backend}
         if window and not self.windows_are_causal:
-            step, window = row_by_row(step), window + self.block_len
+            step, window = step.row_by_row(), window + self.block_len
         pages = step.block_table, step.context_lens, step.cu_rows
         if window:
             attended = tree_attention(query, *cache, *pages, sliding_window=window, **options)
@@ -140,16 +140,6 @@ def rotated(states: Tensor, factors: tuple[Tensor, ...]) -> Tensor:
     """Return states [B, T, H, D] rotated by the cosines and sines [B, T, D] of their places."""
     cos, sin = (part[:, :, None] for part in factors)
     return states * cos + rotate_half(states) * sin
-
-
-def row_by_row(step: PagedStep) -> PagedStep:
-    """Return a pass with each row as the last token of a text of its own."""
-    ends = step.cu_rows.long()
-    count = len(step.slot_mapping)
-    owners = torch.repeat_interleave(ends.diff(), output_size=count)
-    rows = torch.arange(count + 1, dtype=torch.int32, device=ends.device)
-    tables, lengths = step.block_table[owners], step.context_lens[owners]
-    return replace(step, block_table=tables, context_lens=lengths, cu_rows=rows)
 
 
 class DFlashLayer(nn.Module):
@@ -196,6 +186,11 @@ class DFlashDraft(PreTrainedModel, GenerationMixin):
         self.embed_tokens: nn.Module = nn.Identity()  # this and the head are set later
         self.lm_head: nn.Module = nn.Identity()
         self.post_init()
+
+    @property
+    def target_layers(self) -> list[int]:
+        """Layers of the target whose inputs it reads."""
+        return self.config.target_layers or []
 
     @property
     def numbers_beside(self) -> int:

@@ -1,20 +1,17 @@
 """EAGLE: one-layer draft models that continue from their target's hidden states."""
 
-from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from fastspec.config import EngineConfig
-from fastspec.drafters.base import Drafter, Drafts, Request
+from fastspec.drafters.base import Drafter
 from fastspec.drafters.context import DrafterContext, DrafterPlan
 from fastspec.drafters.eagle3.loading import load_eagle
 from fastspec.drafters.eagle3.model import Eagle1Draft, EagleDraft, PagedStates
 from fastspec.drafters.target_reader import TargetReader
-from fastspec.models.blocks import Blocks
 from fastspec.models.layout import KVCache, PagedStep, Span, packed
 from fastspec.models.paged_model import PagedModel
 from fastspec.models.runner import ChainStates, ModelRunner
@@ -177,25 +174,14 @@ class Eagle3Drafter(TargetReader):
     """
 
     name = "eagle3"
-    kind, reads = "EAGLE", "the target's hidden states"
+    kind = "EAGLE"
+    keeps_drafts = False  # which it read with its own states
     model_class, runner_class = EagleDraft, EagleRunner
 
     def __init__(self, model: PagedModel, *args, **kwargs):
         super().__init__(model, *args, **kwargs)
         if isinstance(model.model, Eagle1Draft):
             self.name = "eagle"
-
-    @staticmethod
-    def pages(model: PagedModel, target: ModelRunner, blocks: Blocks) -> KVCache:
-        kept = target.keep_inputs(model.model.target_layers)
-        blocks.share_with_next()
-        return kept
-
-    def write(self, requests: Sequence[Request], texts: list[list[int]], *args, **kwargs) -> Drafts:
-        written = super().write(requests, texts, *args, **kwargs)
-        for request, text in zip(requests, texts, strict=True):
-            self.shorten(request.request_id, len(text))
-        return written
 
     def room(self, length: int) -> int:
         """See `DraftModelDrafter.room`; 0 after a single token, which has no hidden state yet."""
@@ -205,4 +191,4 @@ class Eagle3Drafter(TargetReader):
 def build(context: DrafterContext) -> Drafter | DrafterPlan:
     """Build method "eagle3"; a given Drafter must be of its own class."""
     context = replace(context, tokenizer=None)  # the draft model has none of its own
-    return Eagle3Drafter.plan(context, partial(load_eagle, target=context.target_model))
+    return Eagle3Drafter.plan(context, load_eagle)

@@ -56,17 +56,15 @@ def is_eagle(source: str | Path | PreTrainedModel, read_config: ReadConfig = loa
 
 
 def load_eagle(
-    source: str | Path | PreTrainedModel, config: EngineConfig, target: PreTrainedModel | None
+    source: str | Path | PreTrainedModel, config: EngineConfig, target: PreTrainedModel
 ) -> PreTrainedModel:
     """Load a draft model of EAGLE-1, 2 or 3 onto the device, in the target's dtype.
 
     If a folder lacks embeddings or a head, the target's are used.
 
     Raises:
-        ValueError: there is no target, or the model cannot be loaded or does not fit the target.
+        ValueError: the model cannot be loaded or does not fit the target.
     """
-    if target is None:
-        raise ValueError("drafter: EAGLE reads the target's hidden states, but there is no target")
     if target.config.is_encoder_decoder:
         raise ValueError("drafter: EAGLE drafts for decoders, but the target is an encoder-decoder")
     return load_model("drafter", source, config, partial(_read, target=target), target)

@@ -1,7 +1,5 @@
 """GLIDE: a draft model that also attends to the target's keys and values."""
 
-from functools import partial
-
 from fastspec.drafters.base import Drafter
 from fastspec.drafters.context import DrafterContext, DrafterPlan
 from fastspec.drafters.glide.loading import load_glide
@@ -23,7 +21,7 @@ class GlideDrafter(TargetReader):
     """
 
     name = "glide"
-    kind, reads = "GLIDE", "the target's cache"
+    kind = "GLIDE"
     model_class, runner_class = GlideLlamaForCausalLM, GlideRunner
 
     @staticmethod
@@ -49,4 +47,4 @@ class GlideDrafter(TargetReader):
 
 def build(context: DrafterContext) -> Drafter | DrafterPlan:
     """Build method "glide"; a given Drafter must be of its own class."""
-    return GlideDrafter.plan(context, partial(load_glide, target=context.target_model))
+    return GlideDrafter.plan(context, load_glide)

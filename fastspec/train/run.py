@@ -14,7 +14,7 @@ from fastspec.config.files import write_whole
 from fastspec.drafters.glide import GlideLlamaForCausalLM
 from fastspec.engine.engine import Engine
 from fastspec.models.reduced_vocabulary import ReducedHead, save_reduced
-from fastspec.train.glide_data import (
+from fastspec.train.data import (
     Rows,
     digest_of,
     frozen_target,
@@ -49,10 +49,10 @@ def train_draft(
     Raises:
         ValueError: a checkpoint to resume from is missing or of another run, or exists although
             resume is False; a reduced vocabulary without full distillation; a nonzero weight of
-            `acceptance`, which only EAGLE-3 drafts are trained with.
+            `acceptance`, for drafts that read hidden states.
     """
     weight = options.acceptance
-    require("acceptance", weight, weight == 0, "0, as only EAGLE-3 drafts use it")
+    require("acceptance", weight, weight == 0, "0, as only drafts that read hidden states use it")
     num_layers = draft.config.num_hidden_layers if isinstance(draft, GlideLlamaForCausalLM) else 0
     head: Any = draft.get_output_embeddings()
     token_ids = head.token_ids if isinstance(head, ReducedHead) else None
