@@ -509,7 +509,7 @@ MUTATIONS = [
         ("narrow += padded(per_sequence, shape.batch)", "narrow += padded([], shape.batch)"),
     ),
     *_of(
-        "fastspec/drafters/eagle3/drafter.py",
+        "fastspec/drafters/hidden_states.py",
         "tests/engine/test_graphed_drafts.py",
         ("self._unwritten + 2, size", "self._unwritten, size"),
         ("x.start + x.count <= x.target_len for x in filled", "x.count for x in filled"),

@@ -55,7 +55,8 @@ __device__ __forceinline__ Weighting weighting_of(const RowStatistics& row,
 __device__ __forceinline__ float logprob(const RowStatistics& row, const Sampling& sampling,
                                          float x) {
   const float sum = static_cast<float>(row.total) * (1.0f / kWeightOne);
-  return (x - row.max) / sampling.scale() - logf(sum);
+  const float half = x * 0.5f - row.max * 0.5f;  // of the distance, see Weighting
+  return half / sampling.scale() * 2.0f - logf(sum);
 }
 
 // The filtered probability of a logit, not truncated to fixed point.

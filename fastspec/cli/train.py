@@ -31,7 +31,7 @@ _Spec = Annotated[SpecConfig, Flags("num_speculative_tokens")]
 _Config = Annotated[EngineConfig, Flags("dtype", "device", dtype="float32")]
 _SECONDS_BETWEEN_LINES = 60.0
 _PROMPTS = 4  # of a data set or the bundled set, for shapes
-_NOT_OF_STATES = ("lookup_rows", "distillation", "store_target")
+_NOT_FOR_STATE_READERS = ("lookup_rows", "distillation", "store_target")
 
 app = typer.Typer(cls=WholeSummaries, rich_markup_mode=None)
 
@@ -94,7 +94,9 @@ def eagle3(
     models: _Target,
     files: Annotated[TrainFiles, Flags(without=("accelerate",))],
     shape: Annotated[DraftShape, Flags(without=("layers", "hidden_size"))],
-    settings: Annotated[TrainOptions, Flags(without=_NOT_OF_STATES, optimizer="muon", rate=2e-3)],
+    settings: Annotated[
+        TrainOptions, Flags(without=_NOT_FOR_STATE_READERS, optimizer="muon", rate=2e-3)
+    ],
     config: Annotated[EngineConfig, Flags("dtype", "device", dtype="bfloat16")],
     start: Annotated[
         Path | None,
@@ -134,7 +136,9 @@ def dflash(
     models: _Target,
     files: Annotated[TrainFiles, Flags(without=("accelerate",))],
     shape: Annotated[DraftShape, Flags(without=("hidden_size",))],
-    settings: Annotated[TrainOptions, Flags(without=_NOT_OF_STATES, optimizer="muon", rate=2e-3)],
+    settings: Annotated[
+        TrainOptions, Flags(without=_NOT_FOR_STATE_READERS, optimizer="muon", rate=2e-3)
+    ],
     config: Annotated[EngineConfig, Flags("dtype", "device", dtype="bfloat16")],
     block_size: Annotated[
         int,

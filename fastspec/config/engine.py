@@ -111,8 +111,8 @@ class EngineConfig(Options):
         choice("auto", "on", "off"),
         "Replay passes over few tokens as CUDA graphs: auto (where possible), on or off.",
         "If a model on a GPU cannot be captured, auto logs a warning once and on raises an error."
-        " Encoder-decoders, models with recurrent layers, models that attend in chunks and Gemma 4"
-        " assistants are never captured.",
+        " Encoder-decoders, models with recurrent layers, models that attend in chunks, Gemma 4"
+        " assistants and DFlash drafts are never captured.",
     )
     compile_modules: bool = option(
         False,
@@ -127,7 +127,8 @@ class EngineConfig(Options):
         None,
         integer(1),
         "Upper limit for num_speculative_tokens, also when speculation is enabled again.",
-        "Lowers the default of 5; a larger number is refused.",
+        "Lowers a method's default; a larger number is refused, also one that k_matrix,"
+        " suffix_tokens or tree_suffix need.",
         aliases=("Colossal-Inference",),
     )
     prompt_template: str | None = option(

@@ -81,7 +81,7 @@ class ServeConfig(Options):
         4096,
         integer(1),
         "Maximum number of new tokens that a request may ask for.",
-        "A chat that gives no number gets this many, or what the model has room for.",
+        "A chat that gives no number gets this many, or what model and cache have room for.",
     )
     max_n: int = option(8, integer(1), "Maximum number of texts per request (prompts times n).")
     request_timeout: float = option(

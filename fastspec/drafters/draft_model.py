@@ -141,9 +141,8 @@ class DraftModelDrafter:
             drafts = self._write_by_passes(own_requests, own_texts, *inputs, keeps_logits)
         token_ids, draft_logits, counts = drafts
         for request, text, count in zip(own_requests, own_texts, counts, strict=True):
-            self._num_cached[request.request_id] = len(text) + (
-                count - 1 if self.keeps_drafts else 0
-            )
+            num_kept = count - 1 if self.keeps_drafts else 0
+            self._num_cached[request.request_id] = len(text) + num_kept
         # GPU kernels may be compiled for each width at its first use, so there it is always K.
         width = uniforms.shape[1] if uniforms.is_cuda else token_ids.shape[1]
         if token_ids.shape == (len(texts), width):

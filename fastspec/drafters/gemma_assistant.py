@@ -13,8 +13,7 @@ from fastspec.config import EngineConfig
 from fastspec.config.checks import refuse
 from fastspec.drafters.base import Drafter, Request
 from fastspec.drafters.context import DrafterContext, DrafterPlan
-from fastspec.drafters.eagle3.drafter import Eagle3Drafter, EagleRunner
-from fastspec.drafters.eagle3.model import PagedStates, StateReader
+from fastspec.drafters.hidden_states import PagedStates, StateDrafter, StateReader, StateRunner
 from fastspec.models.blocks import Blocks
 from fastspec.models.layout import HeadShape, KVCache, PagedStep, Span
 from fastspec.models.loading import ReadConfig, load_config, load_model
@@ -118,7 +117,7 @@ class ClusteredHead(nn.Module):
         return whole.scatter(-1, token_ids, logits)
 
 
-class AssistantRunner(EagleRunner):
+class AssistantRunner(StateRunner):
     """Runs an assistant; a row's slot is that of the token before it, as with EAGLE."""
 
     why_not_captured = "reads its target's cache, row by row"
@@ -148,7 +147,7 @@ class AssistantRunner(EagleRunner):
         return step
 
 
-class GemmaAssistantDrafter(Eagle3Drafter):
+class GemmaAssistantDrafter(StateDrafter):
     """Drafts with a Gemma 4 assistant; its arguments are those of `TargetReader`.
 
     It reads only tokens that the target has not, and keeps no keys and values.

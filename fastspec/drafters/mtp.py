@@ -9,8 +9,7 @@ from transformers.modeling_layers import MtpModel
 
 from fastspec.config.checks import one_line
 from fastspec.drafters.context import DrafterContext, DrafterPlan
-from fastspec.drafters.eagle3.drafter import Eagle3Drafter
-from fastspec.drafters.eagle3.model import StateReader
+from fastspec.drafters.hidden_states import StateDrafter, StateReader
 from fastspec.models.layout import PagedStep
 
 
@@ -40,7 +39,7 @@ class MtpDraft(StateReader):
         )
 
 
-class MtpDrafter(Eagle3Drafter):
+class MtpDrafter(StateDrafter):
     """Drafts with the first MTP layer of the target, over and over.
 
     Sources: Gloeckle et al., "Better & Faster Large Language Models via Multi-token Prediction",

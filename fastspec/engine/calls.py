@@ -21,18 +21,18 @@ class Calls:
 
     Attributes:
         turn: held by the thread that changes requests or runs a round.
-        source: the target as the engine was given it.
+        source: the target, if it was given as a loaded model.
     """
 
     factory: RequestFactory
     loop: Loop
     drafter_table: DrafterTable
     turn: Turn
-    source: TwinSource
+    source: TwinSource | None
 
     def check_target(self) -> None:
-        """Refuse a target that has changed, see `TwinSource`; while requests run they go on."""
-        if not self.loop.scheduler.has_unfinished:
+        """Refuse a target that has changed, see `TwinSource`; not checked while requests run."""
+        if self.source is not None and not self.loop.scheduler.has_unfinished:
             self.source.check_unchanged()
 
     def build(

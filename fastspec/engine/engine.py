@@ -54,8 +54,8 @@ class Engine:
     Args:
         target: a path, a hub id, a loaded PreTrainedModel, or "tiny" for the bundled pair.
         drafter: a path, a hub id, a loaded model or a Drafter; for a cascade a list of them,
-            biggest first. None if spec.method needs no model, otherwise no speculation ("tiny" and
-            "smollm2" bring their own).
+            biggest first. None if spec.method needs no model ("tiny" and "smollm2" bring their
+            own); method "auto" then decodes plainly.
         tokenizer: the target's tokenizer; None = the one stored with a target given by path or hub
             id, none for a loaded model. Needed for text prompts and stop strings.
         spec: how drafts are made and verified: a SpecConfig, the name of its method, or a mapping
@@ -133,8 +133,9 @@ class Engine:
             chunk_size=config.prefill_chunk_size,
         )
         self._turn = Turn()
-        parts = self._factory, self._loop, self._drafter_table, self._turn
-        self._calls = Calls(*parts, TwinSource(model))
+        source = TwinSource(model) if target is model else None
+        parts = self._factory, self._loop, self._drafter_table, self._turn, source
+        self._calls = Calls(*parts)
 
     def generate(
         self,
@@ -399,8 +400,8 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes; needed after the target's or a draft's weights have changed.
 
-        They may change in place. With other modules, parameters or hooks a target needs a new
-        engine: this method, and requests when none is running, raise a ValueError then.
+        They may change in place. With other modules, parameters, hooks or adapters a target needs a
+        new engine: this method, and requests when none is running, raise a ValueError then.
 
         Raises:
             ValueError: requests are unfinished, or the target needs a new engine.

@@ -66,19 +66,32 @@ def _read_with_logprobs(runner: ModelRunner, request: EngineRequest, span: Span)
 
 
 def largest(logits: Tensor, counts: Sequence[int]) -> list[list[tuple[int, float]]]:
-    """Return the counts[r] tokens with the largest logits in each row [R, V], with these, best
-    first and the lowest ids first on ties."""
-    size = logits.shape[1]
-    values, ids = (x.tolist() for x in logits.float().topk(min(max(counts) + 1, size)))
-    rows = []
-    for row, (count, own_values, own_ids) in enumerate(zip(counts, values, ids, strict=True)):
-        least = own_values[min(count, size) - 1]
-        if count < size and own_values[count] == least > -inf:  # of which `topk` takes any
-            own_ids = (logits[row] >= least).nonzero()[:, 0].tolist()
-            own_values = logits[row, own_ids].tolist()
-        pairs = zip(own_ids, own_values, strict=True)
-        rows.append(sorted(pairs, key=lambda pair: (-pair[1], pair[0]))[:count])
-    return rows
+    """Return each row's counts[r] most probable tokens and their logits [R, V], best first and the
+    lowest ids first on ties."""
+    size, most = logits.shape[1], max(counts)
+    if not most:
+        return [[] for _ in counts]
+    best = logits.topk(min(most + 1, size))
+    values, ids = best.values.float().tolist(), best.indices.tolist()
+    pairs = [[*zip(*row, strict=True)] for row in zip(ids, values, strict=True)]
+    # Where the next token is as probable as the last one wanted, `topk` takes any of such tokens.
+    least = {
+        row: own[count - 1]
+        for row, (count, own) in enumerate(zip(counts, values, strict=True))
+        if 0 < count < size and own[count - 1] == own[count] > -inf
+    }
+    if least:
+        tied = logits[device_tensor([*least], torch.int64, logits.device)].float()
+        bounds = device_tensor([*least.values()], torch.float32, logits.device)
+        places = (tied >= bounds[:, None]).nonzero()
+        for row in least:
+            pairs[row] = []
+        found = zip(places.tolist(), tied[tuple(places.T)].tolist(), strict=True)
+        rows = [*least]
+        for (place, token_id), value in found:
+            pairs[rows[place]].append((token_id, value))
+    ordered = (sorted(row, key=lambda pair: (-pair[1], pair[0])) for row in pairs)
+    return [row[:count] for row, count in zip(ordered, counts, strict=True)]
 
 
 def verify(

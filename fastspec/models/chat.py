@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, cast
 from uuid import uuid4
 
@@ -79,7 +80,8 @@ def chat_text(
         options: further arguments of the tokenizer's apply_chat_template.
     Raises:
         ValueError: there is no tokenizer or no template, a message is malformed or has parts that
-            are not text or more than that, or the template fails or does not read the tools.
+            are not text or more than that, the last one is to be continued and has no content, or
+            the template fails or does not read the tools or calls of them.
     """
     messages = [_template_message(message) for message in messages]
     if tokenizer is None:
@@ -110,10 +112,11 @@ def _check_read(
         template = tokenizer.get_chat_template(options.get("chat_template"), tools)
     if tools and re.search(r"\btools\b", template) is None:
         raise ValueError("tools: the chat template does not read them: the model sees none")
-    if has_calls and re.search(r"\btool_calls\b", template) is None:
-        raise ValueError(
-            "messages: the chat template does not read tool_calls: the model sees none"
-        )
+    if has_calls and "tool_calls" not in template:  # it may still write whole messages
+        texts = [{**message, "content": message.get("content") or ""} for message in messages]
+        without = [{**message, "tool_calls": None} for message in texts]
+        if _rendered(tokenizer, texts, options) == _rendered(tokenizer, without, options):
+            raise ValueError("messages: the chat template does not read tool_calls: it drops them")
 
 
 # What a template writes that takes a list of parts for a text.
@@ -196,6 +199,82 @@ def reply_message(
     message: dict[str, Any] = {"content": content.strip() or None}
     message |= {"reasoning_content": reasoning.strip()} if reasoning else {}
     return message | ({"tool_calls": calls} if calls else {})
+
+
+class ReplyReader:
+    """Reads a reply by the tokenizer's response template while it is written.
+
+    `feed` and `end` return what is new in OpenAI's form: content and reasoning_content as far as
+    they are known, and tool_calls, each as a whole. From where the template cannot read a reply on,
+    its text is content.
+
+    Args:
+        prompt, tools: see `reply_message`.
+    Attributes:
+        num_calls: tool calls returned so far.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt: str,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ):
+        self.num_calls = 0
+        self._unreturned = ""  # what the parser holds back, or all of a call that has begun
+        self._is_in_call = False
+        self._whole: str | None = ""  # None once anything was returned
+        self._parser: Any = None  # None once a reply cannot be read
+        with suppress(*_TEMPLATE_ERRORS):
+            self._parser = tokenizer.get_response_parser(prefix=prompt, tools=cast(Any, tools))
+
+    def feed(self, text: str) -> dict[str, Any]:
+        """Read more of the reply."""
+        delta: dict[str, Any] = {}
+        for place, char in enumerate(text):  # one at a time, to know where delimiters end
+            if self._parser is None:
+                delta["content"] = delta.get("content", "") + text[place:]
+                break
+            self._unreturned += char
+            if self._whole is not None:
+                self._whole += char
+            self._read(partial(self._parser.feed, char), delta)
+        return delta
+
+    def end(self) -> dict[str, Any]:
+        """Return what the end of the reply makes known."""
+        delta: dict[str, Any] = {}
+        if self._parser is not None:
+            self._read(lambda: self._parser.finalize()[1], delta)
+        return {"content": self._whole} if self._whole else delta
+
+    def _read(self, read: Callable[[], Iterable[Mapping[str, Any]]], delta: dict[str, Any]) -> None:
+        try:
+            for event in read():
+                self._add(event, delta)
+            if not self._is_in_call:
+                num_held = len(self._parser._buffer) - self._parser._pos
+                self._unreturned = self._unreturned[len(self._unreturned) - num_held :]
+        except (*_TEMPLATE_ERRORS, RecursionError):
+            delta["content"] = delta.get("content", "") + self._unreturned
+            self._parser = None
+        if delta:
+            self._whole = None
+
+    def _add(self, event: Mapping[str, Any], delta: dict[str, Any]) -> None:
+        kind, field = event["type"], event["field"]
+        if field == "tool_calls":
+            self._is_in_call = kind != "region_close"
+            if kind == "region_close":
+                value = event["value"]
+                calls = [*map(_openai_call, value if isinstance(value, list) else [value])]
+                numbered = [{"index": self.num_calls + n, **call} for n, call in enumerate(calls)]
+                delta["tool_calls"] = [*delta.get("tool_calls", ()), *numbered]
+                self.num_calls += len(calls)
+        elif kind == "region_chunk" and (field == "content" or field in _REASONING):
+            name = "content" if field == "content" else "reasoning_content"
+            delta[name] = delta.get(name, "") + event["text"]
+            self._unreturned = self._unreturned.removeprefix(event["text"])
 
 
 def _is_of(event: Mapping[str, Any], kind: str, *fields: str) -> bool:

@@ -74,21 +74,26 @@ def copy_of_modules(model: PreTrainedModel) -> PreTrainedModel:
 
 
 class TwinSource:
-    """A model as it was when its twin was made, which goes on with the weights of then."""
+    """Notices that a model has changed since its twin was made, which keeps the old parts."""
 
     def __init__(self, model: PreTrainedModel):
         self._model, self._parts = model, _parts_of(model)
 
     def check_unchanged(self) -> None:
-        """Raise a ValueError if the model has other modules, parameters or hooks by now.
+        """Raise a ValueError if the model has other modules, parameters, hooks or active adapters.
 
         New values in the same parameters reach the twin.
         """
         if _parts_of(self._model) != self._parts:
             raise ValueError(
-                f"target: modules, parameters or hooks of the {type(self._model).__name__} have"
-                " been replaced since the engine was made; make a new engine"
+                f"target: modules, parameters, hooks or adapters of the"
+                f" {type(self._model).__name__} have been replaced since the engine was made; make"
+                " a new engine"
             )
+
+
+# Whose hooks are for training or record outputs, and would change nothing in a twin.
+_HOOKS_OF_LIBRARIES = ("transformers.", "peft.")
 
 
 def _parts_of(model: PreTrainedModel) -> list[Any]:
@@ -96,9 +101,16 @@ def _parts_of(model: PreTrainedModel) -> list[Any]:
     for module in model.modules():
         parts.append(module)
         for weight in module._parameters.values():
-            parts.append(weight if weight is None else (id(weight), weight.dtype, weight.device))
-        for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            parts += hooks.values()
+            if weight is not None:
+                address = weight.data_ptr() if weight.is_cuda else 0  # CUDA graphs read there
+                parts.append((id(weight), weight.dtype, weight.device, address))
+        for hook in [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]:
+            if not str(getattr(hook, "__module__", "")).startswith(_HOOKS_OF_LIBRARIES):
+                parts.append(hook)
+        if hasattr(module, "merged_adapters"):  # PEFT's layers
+            layer: Any = module
+            merged, active = [*layer.merged_adapters], [*layer.active_adapters]
+            parts.append((merged, active, layer.disable_adapters))
     return parts
 
 

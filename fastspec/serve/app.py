@@ -204,7 +204,8 @@ class Guard:
 
     def _check(self, path: str, headers: Mapping[bytes, bytes]) -> None:
         if self._hosts is not None:
-            host = _host_name(headers.get(b"host", b"").decode("latin-1"))
+            named = headers.get(b"host", b"").decode("latin-1").strip().lower()
+            host = re.sub(r":\d+$", "", named)  # without its port
             if host not in self._hosts:
                 message = f"the Host header names {host!r:.80}; allow it with --allowed-host"
                 raise Refused(403, message)
@@ -304,7 +305,9 @@ class Endpoint:
             if not message.get("more_body"):
                 return bytes(body)
 
-    def _bad_request(self, why: Any, given: Set[str], code: str | None = None) -> Refused:
+    def _bad_request(
+        self, why: Exception | str, given: Set[str], code: str | None = None
+    ) -> Refused:
         code = "context_length_exceeded" if isinstance(why, PromptTooLong) else code
         return Refused(400, str(why), code, param=field_of(str(why), given, FIELDS[self.kind]))
 
@@ -322,9 +325,8 @@ class Endpoint:
 
     def _asked(self, parsed: Mapping[str, Any]) -> Any:
         if self.kind == "predict":
-            prompt = parsed.get("prompt")
-            fits = {*parsed} == {"prompt"}
-            require("body", [*parsed], fits, 'an object like {"prompt": "a text"}')
+            prompt, expected = parsed.get("prompt"), 'an object like {"prompt": "a text"}'
+            require("body", [*parsed], {*parsed} == {"prompt"}, expected)
             require("prompt", prompt, isinstance(prompt, str), "a text")
             num_tokens = min(_PREDICT_TOKENS, self.config.max_completion_tokens)
             params = SamplingParams(max_tokens=num_tokens, top_k=10, top_p=0.9)
@@ -375,18 +377,20 @@ class Endpoint:
         if num_tokens is None:
             num_tokens = engine.drafters[asked.params.drafter]
         decode = cache(partial(token_text, engine.tokenizer))
-        reads = self.kind == "chat" and not asked.stream and self.prompts.reads_replies
+        reads = self.kind == "chat" and self.prompts.reads_replies
         if reads:  # response templates look for special tokens
             asked = replace(asked, params=replace(asked.params, skip_special_tokens=False))
         generation = await self._open(asked)
         if asked.echo:
             asked = replace(asked, prompts=[self.prompts.text_read(each) for each in asked.prompts])
-        answer = ReplyBuilder(
-            self.kind == "chat", self.model, asked, num_tokens, decode, generation
-        )
+        given = self.kind == "chat", self.model, asked, num_tokens, decode, generation
+        answer = ReplyBuilder(*given)
         outputs: list[RequestOutput] = []
         times = self.metrics.request(start)
         try:
+            if reads and asked.stream:
+                read = partial(self.prompts.reply_readers, asked)
+                answer.readers = await self.thread.convert(read)
             async for now, events in generation.steps():
                 times.note(now, events)
                 outputs += [event.output for event in events if event.output is not None]
@@ -479,11 +483,6 @@ def is_loopback(host: str) -> bool:
         return ip_address(host).is_loopback
     except ValueError:
         return host.lower() == "localhost"
-
-
-def _host_name(header: str) -> str:
-    """The Host header without its port."""
-    return re.sub(r":\d+$", "", header.strip().lower())
 
 
 def _policy(page: str) -> str:

@@ -10,7 +10,7 @@ from fastspec.config.serve import ServeConfig
 from fastspec.engine.engine import Engine
 from fastspec.engine.outputs import RequestOutput
 from fastspec.engine.prompts import Message, Prompt, PromptTooLong
-from fastspec.models.chat import chat_text, reply_message
+from fastspec.models.chat import ReplyReader, chat_text, reply_message
 from fastspec.models.shared_vocabulary import BYTE_OF
 from fastspec.serve.requests import DetokenizeRequest, ParsedRequest, TokenizeRequest
 
@@ -93,15 +93,25 @@ class PromptMaker:
         self, asked: ParsedRequest, outputs: Sequence[RequestOutput]
     ) -> dict[int, dict[str, Any]]:
         """Outputs for a conversation as messages, by index; see `reply_message`."""
+        given = self._read_by_template(asked)
+        return {o.index: reply_message(given[0], o.text, *given[1:]) for o in outputs}
+
+    def reply_readers(self, asked: ParsedRequest) -> list[ReplyReader]:
+        """A reader for each answer to a conversation."""
+        given = self._read_by_template(asked)
+        return [ReplyReader(*given) for _ in range(asked.params.n)]
+
+    def _read_by_template(self, asked: ParsedRequest) -> tuple[PreTrainedTokenizerBase, str, Any]:
+        """What replies are read with: the tokenizer, the text of the conversation, and tools."""
         tokenizer, template = self._reader.tokenizer, asked.template or {}
         assert tokenizer is not None
         prompt = chat_text(tokenizer, cast(Any, asked.prompts), **template)
-        tools = template.get("tools")
-        return {o.index: reply_message(tokenizer, o.text, prompt, tools) for o in outputs}
+        return tokenizer, prompt, template.get("tools")
 
     def _within_limit(self, ids: list[int], name: str = "prompt") -> list[int]:
         if len(ids) > self._most:
-            raise PromptTooLong(f"{name}: has {len(ids)} tokens; the limit is {self._most}")
+            kind = PromptTooLong if name == "prompt" else ValueError
+            raise kind(f"{name}: has {len(ids)} tokens; the limit is {self._most}")
         return ids
 
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fastspec.engine.outputs import RequestOutput, StreamEvent
 from fastspec.engine.stats import SpecStats
+from fastspec.models.chat import ReplyReader
 from fastspec.models.shared_vocabulary import BYTE_OF
 from fastspec.serve.engine_thread import Generation
 from fastspec.serve.requests import ParsedRequest
@@ -122,6 +123,7 @@ class ReplyBuilder:
 
     Attributes:
         messages: those of a whole response that are more than a text, by the index of the choice.
+        readers: read the choices of a stream that may be more than a text.
     """
 
     def __init__(
@@ -150,6 +152,7 @@ class ReplyBuilder:
         self._offsets: dict[int, _Offsets] = {}  # by the index of the choice
         self._outputs: list[tuple[int, RequestOutput]] = []
         self.messages: Mapping[int, Mapping[str, Any]] = {}
+        self.readers: Sequence[ReplyReader] = ()
 
     def chunks(self, events: Sequence[StreamEvent]) -> bytes:
         """What a step added, as events of a stream.
@@ -164,7 +167,7 @@ class ReplyBuilder:
                 (last,) = chunks[-1][1]["choices"]
                 last |= {name: choice[name] for name in ("finish_reason", "stop_reason")}
                 if self._is_chat:
-                    last["delta"]["content"] += event.text
+                    last["delta"] = _joined(last["delta"], choice["delta"])
                 else:
                     last["text"] += event.text
             else:
@@ -199,7 +202,7 @@ class ReplyBuilder:
         index = self._index(event)
         choice = self._choice(index, event.output)
         if self._is_chat:
-            choice["delta"] = {"content": event.text}
+            choice["delta"] = self._delta(choice, event)
             if index not in self._offsets:
                 choice["delta"]["role"] = "assistant"
         else:
@@ -219,6 +222,18 @@ class ReplyBuilder:
         elif self._asked.include_usage:
             chunk["usage"] = None
         return chunk
+
+    def _delta(self, choice: dict[str, Any], event: StreamEvent) -> dict[str, Any]:
+        """What a step adds to a message; an end of it may change why the choice ends."""
+        if not self.readers:
+            return {"content": event.text}
+        reader = self.readers[choice["index"]]
+        delta = reader.feed(event.text)
+        if event.output is not None:
+            delta = _joined(delta, reader.end())
+            if reader.num_calls and event.output.finish_reason == "stop":
+                choice["finish_reason"] = "tool_calls"
+        return delta or {"content": ""}
 
     def _whole_choice(self, index: int, output: RequestOutput) -> dict[str, Any]:
         choice = self._choice(index, output)
@@ -393,6 +408,12 @@ def _num_spaces(text: str) -> int:
 
 def _finite(logprob: float | None) -> float | None:
     return None if logprob is None else max(logprob, _LEAST_LOGPROB)
+
+
+def _joined(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Two deltas of a message, one after the other, as one."""
+    more = {name: first[name] + value if name in first else value for name, value in second.items()}
+    return {**first, **more}
 
 
 def _by_text(

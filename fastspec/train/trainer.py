@@ -184,7 +184,6 @@ class DraftTrainer:
         options: TrainOptions,
         folder: Path,
         processes: OneProcess,
-        make_optimizers: Callable[[nn.Module, float], list[torch.optim.Optimizer]] | None = None,
         run: dict[str, Any] | None = None,
     ):
         self.options, self.folder, self._processes = options, folder, processes
@@ -196,10 +195,8 @@ class DraftTrainer:
             self._block_size = draft.config.block_size
             if count := min(options.lookup_rows, num_rows):
                 start_as_lookup(draft, teacher(torch.linspace(0, num_rows - 1, count).long()))
-        make_optimizers = make_optimizers or OPTIMIZERS[options.optimizer]
-        self._draft, *self._optimizers = processes.prepare(
-            draft, *make_optimizers(draft, options.rate)
-        )
+        optimizers = OPTIMIZERS[options.optimizer](draft, options.rate)
+        self._draft, *self._optimizers = processes.prepare(draft, *optimizers)
         self.record: dict[str, Any] = {"steps": 0, "tokens": 0, "losses": []}
 
     @property

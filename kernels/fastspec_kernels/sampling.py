@@ -35,8 +35,8 @@ def row_stats(
 
     Args:
         logits: [R, V] float32, bfloat16 or float16, any row stride; -inf = probability 0.
-        temperature: [R] float32, >= 0; inf = uniform over the finite logits, except that those
-            further than 3.4e38 below the best count as -inf on Triton; None = 1.
+        temperature: [R] float32, >= 0; inf = uniform over the finite logits; None = 1. On Triton,
+            logits further than 3.4e38 below the best count as -inf, whatever the temperature.
         top_k: [R] int32; <= 0, >= V or None = off.
         top_p: [R] float32; >= 1 or None = off, <= 0 keeps only the largest logit.
         min_p: [R] float32; <= 0 or None = off, >= 1 keeps only the largest logit.

@@ -5,7 +5,6 @@ from torch import Tensor
 
 from fastspec_kernels.backend import run_checked
 from fastspec_kernels.checks import (
-    INT32_MAX,
     check_choice,
     check_dense_rows,
     check_int,
@@ -14,6 +13,7 @@ from fastspec_kernels.checks import (
 )
 
 RULES = ("latest", "earliest_longest")
+_MOST_TOKENS = 2**30  # columns of a result; int32 counts beyond their end
 
 
 def match_suffix(
@@ -38,7 +38,7 @@ def match_suffix(
         lengths: [B] int32, 0 <= lengths[b] <= S; checked on the CPU, clamped elsewhere.
         min_match: minimum number of matching tokens, >= 1.
         max_match: maximum number of tokens compared, >= min_match; S or more = no limit.
-        num_tokens: columns of the result, 0 <= num_tokens < 2**31.
+        num_tokens: columns of the result, 0 <= num_tokens <= 2**30.
         rule: which occurrence of the longest suffix to use: "latest" the one with the largest e,
             "earliest_longest" the one with the smallest.
         backend: "auto", "cpu", "triton" or "reference".
@@ -52,7 +52,7 @@ def match_suffix(
     """
     check_int("min_match", min_match, 1)
     check_int("max_match", max_match, min_match)
-    check_int("num_tokens", num_tokens, 0, INT32_MAX)
+    check_int("num_tokens", num_tokens, 0, _MOST_TOKENS)
 
     def check():
         check_dense_rows("token_ids", token_ids, (None, None), (torch.int32,), None)

@@ -211,6 +211,7 @@ def glide(
         rate,
         distillation=1.0,
         lookup_rows=lookup_rows,
+        optimizer="muon",
         checkpoint_steps=checkpoint_steps,
         seed=seed,
     )

@@ -17,7 +17,7 @@ from fastspec.train.data import Lesson, Rows
 from fastspec.train.new_drafts import make_glide, make_matched
 from fastspec.train.options import TrainOptions
 from fastspec.train.processes import OneProcess
-from fastspec.train.trainer import DraftTrainer, muon
+from fastspec.train.trainer import DraftTrainer
 from scripts.tiny.evaluate import MAX_NEW_TOKENS, NUM_SPECULATIVE_TOKENS
 
 _READ_ROWS = 32
@@ -97,15 +97,8 @@ def train_drafts(
     teacher = StoredTarget(target, rows, glide.config.num_hidden_layers).lesson
 
     def train(kind: str) -> LlamaForCausalLM:
-        trainer = DraftTrainer(
-            drafts[kind],
-            teacher,
-            len(rows),
-            options,
-            out / kind,
-            OneProcess(torch.device("cpu")),
-            muon,
-        )
+        processes = OneProcess(torch.device("cpu"))
+        trainer = DraftTrainer(drafts[kind], teacher, len(rows), options, out / kind, processes)
         if resume:
             trainer.resume()
 

@@ -124,6 +124,23 @@ def test_one_child(target, draft, token, samples, output):
         assert run(emulation, case)[1][0].tolist() == output
 
 
+@pytest.mark.parametrize(("temperature", "logprob"), [(math.inf, -math.log(2)), (1e38, -6.00248)])
+def test_logits_whose_distance_is_no_float(temperature, logprob):
+    case = {
+        "target_logits": torch.tensor([[3e38, -3e38]]),
+        "cu_rows": torch.tensor([0, 1], dtype=torch.int32),
+        "tree_token_ids": torch.zeros((1, 1), dtype=torch.int32),
+        "parents": torch.tensor([[-1]], dtype=torch.int32),
+        "uniform_samples": torch.tensor([[0.0, 0.999]]),
+        "sibling_rule": "target_only",
+        "temperature": torch.tensor([temperature]),
+    }
+    for emulation in PLANS[:3]:
+        _, output, _, logprobs = run(emulation, case)
+        assert output[0].tolist() == [1]
+        assert float(logprobs[0, 0]) == pytest.approx(logprob, abs=1e-4)
+
+
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(
     "parents", [[-1, 0, 0, 0, 1, 1, 2], [-1, 0, 1, 2], [-1, *[0] * 40]], ids=len

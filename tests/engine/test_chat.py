@@ -75,6 +75,11 @@ def test_templates_that_read_parts(engine, template):
         assert shown(engine, asked, GREEDY, chat_template=template) == expected
 
 
+def test_calls_may_be_written_with_whole_messages(engine):
+    (text,) = shown(engine, [*HI, CALLING], GREEDY, chat_template="{{ messages | tojson }}")
+    assert '"name": "add"' in text
+
+
 def test_a_template_that_changes_the_text_gets_texts(engine):
     assert shown(engine, HI, GREEDY, chat_template="{{ messages[0].content | upper }}") == ["HI"]
     template = "{{ messages[0].content[:2] }}"  # the first parts of a list

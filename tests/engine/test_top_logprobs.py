@@ -1,6 +1,10 @@
 """The most probable tokens of a place: in an order that depends on nothing but their logits."""
 
+import pytest
+import torch
+
 from fastspec import Engine, SamplingParams
+from fastspec.engine.verify import largest
 
 from ..models import random_model
 
@@ -28,3 +32,17 @@ def test_values_descend_from_the_greedy_token():
     for top in (*output.top_logprobs, *output.prompt_logprobs[1:]):
         pairs = list(top.items())[:20]
         assert pairs == sorted(pairs, key=lambda pair: (-pair[1], pair[0]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_largest(dtype):
+    logits = torch.randint(-3, 4, (8, 50)).to(dtype)
+    logits[1] = 2.0
+    logits[2, 5:] = -torch.inf
+    logits[3] = torch.randn(50).to(dtype)
+    for counts in ([0] * 8, [0, 1, 5, 7, 20, 49, 50, 60], [3] * 8, [60] * 8):
+        for own, count, row in zip(largest(logits, counts), counts, logits.tolist(), strict=True):
+            ordered = sorted(enumerate(row), key=lambda pair: (-pair[1], pair[0]))
+            known = [pair for pair in ordered[:count] if pair[1] > -torch.inf]
+            assert own[: len(known)] == known
+            assert len(own) == min(count, 50)

@@ -57,7 +57,7 @@ def test_a_target_that_has_changed_is_refused(change):
             events = engine.step()
         assert events[-1].output.error is None
     engine.abort(running)
-    message = "target: modules, parameters or hooks of the LlamaForCausalLM have been replaced"
+    message = "target: modules, parameters, hooks or adapters of the LlamaForCausalLM have been"
     for call in (engine.generate, engine.add_request, lambda ids: next(engine.stream(ids))):
         with pytest.raises(ValueError, match=message):
             call([1, 2, 3])
@@ -65,10 +65,24 @@ def test_a_target_that_has_changed_is_refused(change):
         engine.reset_prefix_cache()
 
 
+def test_a_target_whose_adapters_have_been_merged_is_refused():
+    """As PEFT's layers have them, whose weights the engine shares."""
+    model = random_model("llama")
+    layer = model.model.layers[0]
+    layer.merged_adapters, layer.active_adapters, layer.disable_adapters = [], ["default"], False
+    engine = Engine(model)
+    engine.generate([1, 2, 3], GREEDY)
+    layer.merged_adapters.append("default")
+    with pytest.raises(ValueError, match="target: modules, parameters, hooks or adapters"):
+        engine.generate([1, 2, 3], GREEDY)
+
+
 def test_new_values_in_place_reach_the_twin():
     model = random_model("llama")
     engine = Engine(model, config=EngineConfig(prefix_caching=True))
     before = engine.generate([1, 2, 3], GREEDY)[0].token_ids
+    model(torch.tensor([[1, 2]]), output_hidden_states=True)  # transformers adds hooks for these
+    assert any(module._forward_hooks for module in model.modules())
     model.load_state_dict({name: x.flip(0) for name, x in model.state_dict().items()})
     engine.reset_prefix_cache()
     (output,) = engine.generate([1, 2, 3], GREEDY)

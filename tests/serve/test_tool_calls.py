@@ -5,7 +5,7 @@ import json
 import openai
 import pytest
 
-from fastspec.models.chat import reply_message
+from fastspec.models.chat import ReplyReader, reply_message
 
 from ..models import byte_tokenizer
 from .helpers import converse, new_engine, serving
@@ -109,14 +109,110 @@ def test_a_chat_calls_tools(client):
     assert again.choices[0].message.tool_calls is None
 
 
-def test_streams_and_cut_calls_are_text(client):
+def test_streams_of_several_answers_with_logprobs_and_stop_strings(client):
+    options = {"n": 2, "stop": ["!"], "stream": True, "logprobs": True}
+    chunks = [*written(client, f"a{CALL}b!c", **options)]
+    for index in range(2):
+        own = [each.choices[0] for each in chunks if each.choices[0].index == index]
+        assert "".join(each.delta.content or "" for each in own) == "ab"
+        assert sum(len(each.delta.tool_calls or ()) for each in own) == 1
+        assert all(each.logprobs is not None for each in own)
+        assert own[-1].finish_reason == "tool_calls"
+
+
+def test_a_cut_call_is_text(client):
     (choice,) = converse(
         client, tools=TOOLS, max_tokens=9, extra_body={"guided_choice": [CALL]}
     ).choices
     assert (choice.finish_reason, choice.message.content) == ("length", CALL[:9])
-    chunks = [*written(client, CALL, stream=True)]
-    assert "".join(each.choices[0].delta.content for each in chunks) == CALL
-    assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+def streamed(chunks):
+    """The deltas of a stream put together."""
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert [delta.role for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
+    return (
+        "".join(delta.content or "" for delta in deltas),
+        "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas),
+        [call for delta in deltas for call in delta.tool_calls or []],
+    )
+
+
+def test_a_stream_calls_tools(client):
+    other = '<call>{"name": "f"}</call>'
+    chunks = [*written(client, f"<think>so</think>a{CALL}{other}", stream=True)]
+    content, reasoning, calls = streamed(chunks)
+    assert (content, reasoning) == ("a", "so")
+    assert [call.index for call in calls] == [0, 1]
+    assert [call.function.name for call in calls] == ["add", "f"]
+    assert [json.loads(call.function.arguments) for call in calls] == [{"a": 7}, {}]
+    assert {call.type for call in calls} == {"function"}
+    assert len({call.id for call in calls}) == 2
+    assert [each.choices[0].finish_reason for each in chunks[-2:]] == [None, "tool_calls"]
+
+
+@pytest.mark.parametrize("end", [5, 9, len(CALL) - 1])
+def test_a_stream_of_a_cut_call_is_text(client, end):
+    forced = {"guided_choice": [f"<think>so</think>{CALL}"]}
+    num = len("<think>so</think>") + end
+    options = {"tools": TOOLS, "max_tokens": num, "stream": True, "extra_body": forced}
+    chunks = [*converse(client, **options)]
+    assert streamed(chunks) == (CALL[:end], "so", [])
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "a",
+        "<think>",
+        "<think></think>",
+        "<think>so",
+        "a <b> c",
+        "<call",
+        "</call>",
+        "<<",
+        "<<x",
+    ],
+)
+@pytest.mark.parametrize("size", [1, 3, 99])
+def test_a_reader_returns_what_a_whole_reply_has(text, size):
+    """In whatever pieces it is fed; only white space around a content is kept."""
+    for reply in (text, f"{text}{CALL}", f"{CALL} {text}{CALL}b"):
+        reader, parts = ReplyReader(calling_tokenizer(), PROMPT, TOOLS), []
+        for place in range(0, len(reply), size):
+            parts.append(reader.feed(reply[place : place + size]))
+        parts.append(reader.end())
+        whole = reply_message(calling_tokenizer(), reply, PROMPT, TOOLS)
+        content = "".join(part.get("content", "") for part in parts)
+        assert content.strip() == (whole["content"] or "").strip()
+        reasoning = "".join(part.get("reasoning_content", "") for part in parts)
+        assert reasoning.strip() == whole.get("reasoning_content", "")
+        calls = [call["function"] for part in parts for call in part.get("tool_calls", ())]
+        assert calls == [call["function"] for call in whole.get("tool_calls", ())]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        CALL[:-9],
+        "<call>[1]</call>",
+        "<<call>[1]</call>",
+        "<<x<call>[1]</call>",
+        '<call>{"name": 1, "arguments": {}}</call>',
+        '<call>{"name": "f", "arguments": {"a": NaN}}</call>',
+        '<call>{"name": "f", "arguments": {"a": "1<<x',
+        '<call>[{"name": "f", "arguments": {}}, {"name": 1, "arguments": {}}]</call>',
+    ],
+)
+@pytest.mark.parametrize("before", ["a ", "", "<", "<think>so</think>"])
+def test_a_reader_goes_on_with_text_where_it_cannot_read(text, before):
+    reader = ReplyReader(calling_tokenizer(), PROMPT)
+    parts = [reader.feed(f"{CALL}{before}{text}"), reader.feed(" and on"), reader.end()]
+    assert len(parts[0]["tool_calls"]) == 1
+    content = "".join(part.get("content", "") for part in parts)
+    assert content == before.removeprefix("<think>so</think>") + f"{text} and on"
 
 
 def test_a_response_template_sees_special_tokens():
@@ -130,7 +226,7 @@ def test_a_response_template_sees_special_tokens():
     ):
         assert converse(client, **options).choices[0].message.content == "<call><call>"
         chunks = [*converse(client, stream=True, **options)]
-    assert "".join(each.choices[0].delta.content for each in chunks) == ""
+    assert "".join(each.choices[0].delta.content for each in chunks) == "<call><call>"
 
 
 def test_without_a_response_template_calls_are_text():

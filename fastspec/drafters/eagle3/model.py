@@ -1,13 +1,10 @@
 """Draft models of one decoder layer that reads its target's hidden states; those of EAGLE."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin, LlamaConfig, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
     LlamaMLP,
@@ -16,6 +13,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from fastspec.config.checks import require
+from fastspec.drafters.hidden_states import PagedStates, StateReader
 from fastspec.models.flat import (
     ChainParts,
     FlatLayer,
@@ -24,10 +22,9 @@ from fastspec.models.flat import (
     linear_weights,
     run_layers,
 )
-from fastspec.models.layout import LAST_STATE, PagedStep
+from fastspec.models.layout import PagedStep
 from fastspec.models.reduced_vocabulary import ReducedHead
 from fastspec.models.rotary import RotaryTable
-from fastspec.models.transfer import device_tensor
 from fastspec.models.twin import is_plain
 from fastspec_kernels import LayerWeights
 
@@ -72,47 +69,6 @@ class EagleConfig(LlamaConfig):
         require("target_layers", layers, fits, "numbers of layers")
         fits = 1 <= self.draft_vocab_size <= most
         require("draft_vocab_size", self.draft_vocab_size, fits, f"1 to vocab_size, {most}")
-
-
-@dataclass(frozen=True)
-class PagedStates:
-    """The hidden states that the T rows of one pass read and write.
-
-    Attributes:
-        inputs: [slots, L, E / 2], the halves of the target's hidden states, L for each token.
-        own: [slots, E], hidden states of the draft.
-        is_known: for each row, whether the target has read the token before the row's; a bool
-            tensor [T] in captured passes and for token trees.
-        slots: [T] int64, the slot of that token's state, in `inputs` if known, else in `own`.
-        row_slots: [T] int64, the slots of the rows.
-    """
-
-    inputs: Sequence[Tensor]
-    own: Tensor
-    is_known: list[bool] | Tensor
-    slots: Tensor
-    row_slots: Tensor
-
-    def read(self, fuse: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return [1, T, E], for each row the fused target states or the draft's own state."""
-        is_known = self.is_known
-        if isinstance(is_known, list):
-            if not any(is_known):
-                return self.own.index_select(0, self.slots)[None]
-            differs = not all(is_known)
-            is_known = device_tensor(is_known, torch.bool, self.own.device) if differs else None
-        slots = self.slots
-        if is_known is not None:
-            slots = slots.clamp(max=len(self.inputs[0]) - 1)  # `own` has a few more
-        states = torch.cat([half.index_select(0, slots) for half in self.inputs], dim=-1)
-        fused = fuse(states.flatten(1).to(self.own.dtype))
-        if is_known is not None:
-            fused = torch.where(is_known[:, None], fused, self.own[self.slots])
-        return fused[None]
-
-    def keep(self, hidden: Tensor) -> None:
-        """Store the states of the rows, [1, T, E], for later rows."""
-        self.own[self.row_slots] = hidden[0]
 
 
 class EagleLayer(nn.Module):
@@ -168,74 +124,6 @@ class Eagle3Layer(EagleLayer):
         if not all(weight.is_contiguous() for weight in weights):
             return None
         return LayerWeights(attention_norm=norms[0], mlp_norm=norms[1], **found)
-
-
-class StateReader(PreTrainedModel, GenerationMixin):
-    """A draft model that reads its target's hidden states, by default the last one.
-
-    Row i reads the embedding of token i and a hidden state of token i - 1 (the target's if known,
-    else its own), and predicts token i + 1.
-    """
-
-    base_model_prefix = "model"
-    _supports_attention_backend = True
-
-    embed_tokens: Any
-    norm: nn.Module  # before the head
-    lm_head: Any
-
-    @property
-    def target_layers(self) -> list[int]:
-        """Layers of the target whose inputs it reads, or `LAST_STATE`."""
-        return [LAST_STATE]
-
-    @property
-    def state_size(self) -> int:
-        """Size of the hidden states that rows read."""
-        return self.config.hidden_size
-
-    @property
-    def numbers_beside(self) -> int:
-        """Numbers per token in pages other than keys and values: hidden states of both models."""
-        return 2 * self.state_size
-
-    def fuse(self, states: Tensor) -> Tensor:
-        """Combine the target's concatenated states to the input [..., E] of a row."""
-        return states
-
-    def advance(
-        self, embeddings: Tensor, hidden: Tensor, position_ids: Tensor, paged_step: PagedStep
-    ) -> Tensor:
-        """Return the draft's hidden states [1, T, E] from what each row reads, [1, T, E] each."""
-        raise NotImplementedError
-
-    def handed_on(self, hidden: Tensor) -> Tensor:
-        """Return the states [1, T, E] that later rows read, from those of `advance`."""
-        return hidden
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.embed_tokens
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.lm_head
-
-    def forward(
-        self,
-        input_ids: Tensor,  # [1, T]
-        position_ids: Tensor,
-        logits_to_keep: int | Tensor = 0,
-        paged_step: Any = None,
-        **unused,  # the cache, through which keys and values only pass
-    ) -> CausalLMOutputWithPast:
-        embeddings = self.embed_tokens(input_ids)
-        states: PagedStates | None = paged_step.target_view
-        # The pass that probes the model has no states.
-        hidden = torch.zeros_like(embeddings) if states is None else states.read(self.fuse)
-        hidden = self.advance(embeddings, hidden, position_ids, paged_step)
-        if states is not None:
-            states.keep(self.handed_on(hidden))
-        rows = slice(None) if isinstance(logits_to_keep, int) else logits_to_keep
-        return CausalLMOutputWithPast(logits=self.lm_head(self.norm(hidden[:, rows])))
 
 
 class EagleDraft(StateReader):

@@ -19,8 +19,9 @@ from fastspec_kernels.triton.slots import (
     row_exists,
     temperature_of,
 )
-from fastspec_kernels.triton.tiles import tiling_of
+from fastspec_kernels.triton.tiles import next_power_of_2, tiling_of
 
+MOST_ELEMENTS = 2**20  # of a block in Triton
 MOST_STEPS = 65535  # per sequence, rows of both models; the limit of a grid dimension
 
 
@@ -68,6 +69,9 @@ def tiles_of(target: Rows, draft: Rows, slots: Slots, sampling: Params, num_slot
     per_sequence = slots.steps + slots.draft_steps
     if per_sequence > MOST_STEPS:
         raise ValueError(f"draft tokens: triton supports up to {MOST_STEPS} rows per sequence")
+    if next_power_of_2(slots.steps) * tiling.merged > MOST_ELEMENTS:
+        most = MOST_ELEMENTS // tiling.merged - 1
+        raise ValueError(f"draft tokens: triton supports up to {most} with {target.vocab} logits")
     launch(
         tile_statistics_kernel,
         (num_slots // per_sequence, tiling.num_tiles, per_sequence),
