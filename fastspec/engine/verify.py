@@ -54,7 +54,7 @@ def _read_with_logprobs(runner: ModelRunner, request: EngineRequest, span: Span)
     ids = device_tensor(request.token_ids[span.start : end], torch.int64, runner.device)
     logits = runner.forward(ids, [span])
     logsumexp, _ = row_stats(logits, backend=runner.paged_model.backend)
-    most, known = min(request.params.prompt_logprobs or 0, logits.shape[1]), request.prompt_logprobs
+    most, known = request.params.prompt_logprobs or 0, request.prompt_logprobs
     best = largest(logits, [most] * len(logits))
     following = request.token_ids[first : min(end + 1, request.num_prompt_tokens)]
     own = device_tensor(following, torch.int64, runner.device)
@@ -99,10 +99,11 @@ def verify(
 ) -> list[Verdict]:
     """Verify the proposals in one target pass and one copy from the device.
 
-    Log-probabilities cost one more copy, the most probable tokens three further ones, and rules
-    that read drafts on the host. Accepted tree nodes are moved to follow the cached tokens. Exact
-    unless relaxed_acceptance is above 1 or there is a synthetic rate; these, and method "block",
-    are for chains only. Ranks that share the target all use what rank 0 accepts.
+    Log-probabilities cost one more copy, the most probable tokens three further ones, two more
+    where they are tied, and rules that read drafts on the host two. Accepted tree nodes are moved
+    to follow the cached tokens. Exact unless relaxed_acceptance is above 1 or there is a synthetic
+    rate; these, and method "block", are for chains only. Ranks that share the target all use what
+    rank 0 accepts.
 
     Args:
         spec: names the acceptance rule.

@@ -185,8 +185,7 @@ def reply_message(
         parser = tokenizer.get_response_parser(prefix=prompt, tools=cast(Any, tools))
         events = [*parser.feed(text), *parser.finalize()[1]]
         values = [each["value"] for each in events if _is_of(each, "region_close", "tool_calls")]
-        several = [value if isinstance(value, list) else [value] for value in values]
-        calls = [_openai_call(call) for each in several for call in each]
+        calls = [call for value in values for call in _openai_calls(value)]
     except (*_TEMPLATE_ERRORS, RecursionError):
         return {"content": text}
     # The parser's own message has only the last of several contents.
@@ -266,8 +265,7 @@ class ReplyReader:
         if field == "tool_calls":
             self._is_in_call = kind != "region_close"
             if kind == "region_close":
-                value = event["value"]
-                calls = [*map(_openai_call, value if isinstance(value, list) else [value])]
+                calls = _openai_calls(event["value"])
                 numbered = [{"index": self.num_calls + n, **call} for n, call in enumerate(calls)]
                 delta["tool_calls"] = [*delta.get("tool_calls", ()), *numbered]
                 self.num_calls += len(calls)
@@ -279,6 +277,11 @@ class ReplyReader:
 
 def _is_of(event: Mapping[str, Any], kind: str, *fields: str) -> bool:
     return event["type"] == kind and event["field"] in fields
+
+
+def _openai_calls(value: Any) -> list[dict[str, Any]]:
+    """The calls that a region of a reply holds: one, or a list of them."""
+    return [_openai_call(call) for call in (value if isinstance(value, list) else [value])]
 
 
 def _openai_call(call: Any) -> dict[str, Any]:
