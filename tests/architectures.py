@@ -25,7 +25,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from fastspec import Engine, SamplingParams, SpecConfig
-from fastspec.drafters.base import Proposal
+from fastspec.drafters.base import NoDrafter, Proposal
 from fastspec.models.flat import FlatLayer
 
 from .engine.helpers import generated_greedily
@@ -242,7 +242,7 @@ def random_decoder(config: Any, seed: int = 0) -> PreTrainedModel:
 
 
 @dataclass
-class Teller:
+class Teller(NoDrafter):
     """Drafts of the true texts, 0 to 4 tokens by turns, with a wrong one in the longer ones."""
 
     texts: list[list[int]]
@@ -261,12 +261,6 @@ class Teller:
                 draft[length % 3] = (draft[length % 3] + 1) % 250
             row[: len(draft)] = torch.tensor(draft, dtype=torch.int32)
         return Proposal(token_ids)
-
-    def commit(self, batch, accepted):
-        pass
-
-    def release(self, request):
-        pass
 
 
 def model_types() -> list[str]:

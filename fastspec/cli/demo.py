@@ -166,9 +166,8 @@ def _speeds(comparisons: list[Comparison]) -> Table:
     table = table_of(*names, "acceptance rate", "mean acceptance length")
     rows = [(str(index + 1), [c]) for index, c in enumerate(comparisons)]
     for name, members in [*rows, ("all", comparisons)]:
-        num_plain, stats = sum(len(c.plain.token_ids) for c in members), SpecStats()
-        for comparison in members:
-            stats.add(comparison.speculative.stats)
+        num_plain = sum(len(c.plain.token_ids) for c in members)
+        stats = SpecStats.total(c.speculative.stats for c in members)
         plain_speed = num_plain / sum(c.plain_seconds for c in members)
         speed = stats.num_output_tokens / sum(c.speculative_seconds for c in members)
         cells = [number(plain_speed, 1), number(speed, 1), f"{speed / plain_speed:.2f}x"]

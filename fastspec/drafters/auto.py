@@ -18,7 +18,11 @@ _KINDS: list[tuple[DraftKind, Callable[..., bool], Callable[[DrafterContext], An
     ("glide", glide.is_glide, glide.build),
     ("dflash", dflash.is_dflash, dflash.build),
     ("eagle3", eagle3.is_eagle, eagle3.build),
-    ("gemma_assistant", gemma_assistant.is_assistant, gemma_assistant.build),
+    (
+        "gemma_assistant",
+        lambda _, config: gemma_assistant.is_assistant(config),
+        gemma_assistant.build,
+    ),
 ]
 BUILDERS = {kind: build_own for kind, _, build_own in _KINDS}
 
@@ -31,11 +35,12 @@ def kind_of(
     Args:
         read_config: pass `DrafterContext.read_config` to read a folder's or hub id's config once.
     """
+    is_loaded = isinstance(source, PreTrainedModel)
+    config = source.config if is_loaded else read_config("drafter", source)
     for kind, is_of_kind, _ in _KINDS:
-        if is_of_kind(source, read_config):
+        if is_of_kind(source, config):
             return kind
-    is_stored = not isinstance(source, PreTrainedModel)
-    return "reduced" if is_stored and is_reduced("drafter", source, read_config) else "model"
+    return "reduced" if not is_loaded and is_reduced(config) else "model"
 
 
 def build(context: DrafterContext) -> Drafter | DrafterPlan:

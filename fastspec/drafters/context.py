@@ -123,7 +123,7 @@ class DrafterContext:
                 raise ValueError(f"heterogeneous_vocab: 'intersection' needs {expected}")
             return read(source, self.config)
         config = self.config_of_files
-        if is_reduced(field, source, self.read_config):
+        if is_reduced(self.read_config(field, source)):
             target = load_model("target", self.target_model or self.target, self.config)
             read_with = partial(read_reduced, target=target)
             return load_model(field, source, config, read_with, target)

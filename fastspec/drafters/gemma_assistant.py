@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from fastspec.config import EngineConfig
 from fastspec.config.checks import refuse
@@ -16,7 +16,7 @@ from fastspec.drafters.context import DrafterContext, DrafterPlan
 from fastspec.drafters.hidden_states import PagedStates, StateDrafter, StateReader, StateRunner
 from fastspec.models.blocks import Blocks
 from fastspec.models.layout import HeadShape, KVCache, PagedStep, Span
-from fastspec.models.loading import ReadConfig, load_config, load_model
+from fastspec.models.loading import load_model
 from fastspec.models.paged_model import PagedModel
 from fastspec.models.runner import ModelRunner
 from fastspec.models.transfer import device_tensor
@@ -24,12 +24,8 @@ from fastspec.models.transfer import device_tensor
 MODEL_TYPES = {"gemma4_assistant", "gemma4_unified_assistant"}
 
 
-def is_assistant(
-    source: str | Path | PreTrainedModel, read_config: ReadConfig = load_config
-) -> bool:
+def is_assistant(config: PreTrainedConfig) -> bool:
     """Whether a model is a Gemma 4 assistant, by its configuration."""
-    is_loaded = isinstance(source, PreTrainedModel)
-    config = source.config if is_loaded else read_config("drafter", source)
     return config.model_type in MODEL_TYPES
 
 
@@ -207,7 +203,7 @@ def load_assistant(
         ValueError: it cannot be loaded, or it was made for another target.
     """
     assistant: Any = load_model("drafter", source, config)
-    if not is_assistant(assistant):
+    if not is_assistant(assistant.config):
         return assistant  # refused by name
     dtype = target.get_decoder().dtype
     if not isinstance(source, PreTrainedModel):

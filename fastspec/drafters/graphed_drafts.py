@@ -211,7 +211,7 @@ class StaticChain:
 
     def run(self) -> tuple[Tensor, Tensor | None]:
         """Run all steps on the buffers; return tokens [B, K] and their logits, if kept."""
-        model, names = self._runner.paged_model, ("temperature", "top_k", "top_p", "min_p")
+        model, names = self._runner.paged_model, SamplingTensors.__annotations__
         sampling: Any = {name: self._draw_inputs.get(name) for name in names}
         ids, tokens, kept = self._ids, [], []
         for number, step in enumerate(self._steps):

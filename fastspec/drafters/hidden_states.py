@@ -102,12 +102,6 @@ class StateReader(PreTrainedModel, GenerationMixin):
         """Return the states [1, T, E] that later rows read, from those of `advance`."""
         return hidden
 
-    def get_input_embeddings(self) -> nn.Module:
-        return self.embed_tokens
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.lm_head
-
     def forward(
         self,
         input_ids: Tensor,  # [1, T]

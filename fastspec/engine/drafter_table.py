@@ -104,13 +104,12 @@ class DrafterTable(dict[str | None, Speculation]):
         if drafter is not None:
             given = {"drafter": drafter, "wants_glide": wants_glide}
             plan = plan_given(replace(self._drafting, **given))
-            known, spec = self._built(plan), _as_planned(self._drafting.spec, plan)
+            known, spec = self._built(plan), _with_chosen_vocab(self._drafting.spec, plan)
         elif known is None:
             raise ValueError("drafter: none to enable; pass one")
         elif wants_glide and not isinstance(draft_model_of(known), GlideDrafter):
             raise ValueError("use_glide_drafter: the drafter to enable is not a GLIDE model")
-        own.enable(known, num_speculative_tokens, running)
-        own.spec = spec
+        own.enable(known, num_speculative_tokens, running, spec)
         if drafter is not None and method_named(spec.method).sets_length:
             logger.warning("drafter: it drafts alone, without the cascade that spec describes")
 
@@ -139,7 +138,7 @@ class DrafterTable(dict[str | None, Speculation]):
             ValueError: K is too large, or the drafter does not fit the target or the options.
         """
         paged_target, config = self._runner.paged_model, self._drafting.config
-        spec = _as_planned(spec, plan)
+        spec = _with_chosen_vocab(spec, plan)
         pacer = Pacer(spec, self._runner, self._block_manager, self._factory, config)
         ranks = paged_target.ranks
         make_speculation = Speculation if ranks is None else partial(SharedSpeculation, ranks)
@@ -156,7 +155,7 @@ class DrafterTable(dict[str | None, Speculation]):
             option = "tree_suffix" if spec.tree_suffix else "suffix_tokens"
         speculation.check_count(option, count)
         if plan is not None:
-            speculation.enable(self._built(plan), count, [])
+            speculation.enable(self._built(plan), count, [], spec)
         self[name] = speculation
 
     def _built(self, plan: DrafterPlan) -> Drafter:
@@ -164,7 +163,7 @@ class DrafterTable(dict[str | None, Speculation]):
         return plan.build(self._runner, self._block_manager)
 
 
-def _as_planned(spec: SpecConfig, plan: DrafterPlan | None) -> SpecConfig:
+def _with_chosen_vocab(spec: SpecConfig, plan: DrafterPlan | None) -> SpecConfig:
     """Return options with what was chosen for a draft model that has another tokenizer."""
     chosen = plan and plan.heterogeneous_vocab
     reads_it = "heterogeneous_vocab" in method_named(spec.method).fields

@@ -41,13 +41,6 @@ class PromptReader:
         ids = self._text_ids(prompt) if isinstance(prompt, str) else prompt
         return self.checked_ids("prompt", ids)
 
-    def chat_ids(self, text: str) -> list[int]:
-        """Return the ids of a conversation in the chat template, special tokens included; see
-        `ids`."""
-        assert self.tokenizer is not None
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return self.checked_ids("prompt", ids)
-
     def in_template(self, prompt: str) -> str:
         """Return a text prompt inserted into the template."""
         return self.template.replace("{input_text}", prompt) if self.template else prompt

@@ -93,7 +93,11 @@ class Speculation:
         return most if wanted is None else min(wanted, most)
 
     def enable(
-        self, drafter: Drafter, num_speculative_tokens: int, running: list[EngineRequest]
+        self,
+        drafter: Drafter,
+        num_speculative_tokens: int,
+        running: list[EngineRequest],
+        spec: SpecConfig,
     ) -> None:
         """Turn on a drafter; ValueError, without any change, if it does not support this K."""
         schedule = self._pacer and self._pacer.schedule(drafter, num_speculative_tokens)
@@ -103,6 +107,7 @@ class Speculation:
         max_nodes = drafter.max_nodes(num_speculative_tokens) if is_tree else 0
         self.disable(running)
         self.last_drafter = self.drafter = drafter
+        self.spec = spec
         self.num_speculative_tokens = num_speculative_tokens
         self.max_nodes = max_nodes
         self.schedule = schedule
@@ -150,7 +155,7 @@ class Speculation:
             batch = replace(plain, num_draft_tokens=wanted, max_nodes=wanted)
             if self.schedule is not None:
                 planned = self._planned(self.schedule, requests, wanted)
-                batch = self._as_planned(batch, planned)
+                batch = self._scheduled(batch, planned)
             elif self.max_nodes:
                 batch = self._within_blocks(batch)
             if any(batch.num_draft_tokens):
@@ -244,7 +249,7 @@ class Speculation:
         free = [self.is_coupled or r.params.temperature == 0 for r in requests]
         return [0 if is_free else num for num, is_free in zip(wanted, free, strict=True)]
 
-    def _as_planned(self, batch: Batch, planned: list[int]) -> Batch:
+    def _scheduled(self, batch: Batch, planned: list[int]) -> Batch:
         """Return a batch with the draft tokens of a schedule."""
         if isinstance(self.drafter, PartlyScheduled):
             return replace(batch, num_model_tokens=planned)

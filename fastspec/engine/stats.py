@@ -1,6 +1,6 @@
 """Counters of speculation, kept on the host without device synchronisation."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -82,6 +82,14 @@ class SpecStats:
             per_pos[position] += 1
         for name, count in (passes or {}).items():
             self.num_draft_passes[name] = self.num_draft_passes.get(name, 0) + count
+
+    @classmethod
+    def total(cls, parts: Iterable["SpecStats"]) -> "SpecStats":
+        """Return the sum of several objects' counts."""
+        total = cls()
+        for part in parts:
+            total.add(part)
+        return total
 
     def add(self, other: "SpecStats") -> None:
         """Add another object's counts to these."""

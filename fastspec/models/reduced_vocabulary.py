@@ -13,10 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils.hub import cached_file
 
-from fastspec.models.loading import ReadConfig, load_config
 from fastspec.models.sharded import whole
 
 _FIELD = "reduced_vocab_size"  # in config.json
@@ -177,9 +176,9 @@ def save_beside_target(draft: PreTrainedModel, config: dict[str, Any], folder: P
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def is_reduced(field: str, source: str | Path, read_config: ReadConfig = load_config) -> bool:
-    """Whether a draft model takes embeddings from its target; `field` names it in errors."""
-    return hasattr(read_config(field, source), _FIELD)
+def is_reduced(config: PreTrainedConfig) -> bool:
+    """Whether a stored draft model takes embeddings from its target."""
+    return hasattr(config, _FIELD)
 
 
 def save_reduced(draft: PreTrainedModel, folder: Path) -> None:

@@ -413,7 +413,7 @@ class Endpoint:
                 answer.messages = await self.thread.convert(read)
             return JSONResponse(outputs[0].text if self.kind == "predict" else answer.whole())
         finally:
-            generation.close()
+            self.thread.close(generation)
 
 
 class TokensEndpoint(Endpoint):

@@ -41,13 +41,12 @@ class Generation:
         num_left: texts of each request that have not ended.
     """
 
-    def __init__(self, close: Callable[["Generation"], None], num_texts: int):
+    def __init__(self, num_texts: int):
         self.num_texts = num_texts
         self.places: dict[str, int] = {}
         self.prompt_lens: dict[str, int] = {}
         self.num_left: dict[str, int] = {}
         self.inbox: asyncio.Queue[Events | EngineFailure] = asyncio.Queue()
-        self._close = close
 
     async def steps(self) -> AsyncIterator[Events]:
         """What each step of the engine added, and when, by perf_counter().
@@ -62,10 +61,6 @@ class Generation:
                 raise step
             num_left -= sum(event.output is not None for event in step[1])
             yield step
-
-    def close(self) -> None:
-        """Abort what still runs."""
-        self._close(self)
 
 
 class PromptThread:
@@ -156,7 +151,7 @@ class EngineThread:
         Raises:
             ValueError: a prompt or parameter that cannot be run.
         """
-        generation = Generation(self._close, len(prompts) * params.n)
+        generation = Generation(len(prompts) * params.n)
         self.num_texts += generation.num_texts
         makers = prompts if prediction is None else [*prompts, prediction]
         made = [self._prompts.ask(make) for make in makers]
@@ -165,13 +160,19 @@ class EngineThread:
             if prediction is not None:
                 params = replace(params, prediction=ids.pop())
             add = partial(self._add, generation, ids, params, is_open_ended)
-            await asyncio.wrap_future(self._call(add))
+            await asyncio.wrap_future(_ask(self._calls, add))
         except BaseException:
             for future in made:
                 future.cancel()
-            generation.close()
+            self.close(generation)
             raise
         return generation
+
+    def close(self, generation: Generation) -> None:
+        """Abort what still runs of a generation."""
+        self.num_texts -= generation.num_texts
+        generation.num_texts = 0
+        _ask(self._calls, lambda: self._abort(generation))
 
     async def convert(self, call: Callable[[], Result]) -> Result:
         """Run a call in the thread for prompts; until it ends, it counts as a text."""
@@ -180,15 +181,6 @@ class EngineThread:
             return await asyncio.wrap_future(self._prompts.ask(call))
         finally:
             self.num_texts -= 1
-
-    def _close(self, generation: Generation) -> None:
-        self.num_texts -= generation.num_texts
-        generation.num_texts = 0
-        self._call(lambda: self._abort(generation))
-
-    def _call(self, call: Callable[[], Any]) -> Future:
-        """Run a call between two steps."""
-        return _ask(self._calls, call)
 
     def _add(
         self,

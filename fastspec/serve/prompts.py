@@ -58,7 +58,8 @@ class PromptMaker:
         """The ids of a conversation, with arguments for its template; ValueError as for `ids`."""
         text = chat_text(self._reader.tokenizer, messages, **template)
         self.check_length(text)
-        return self._within_limit(self._reader.chat_ids(text))
+        ids = self._reader.plain_ids("prompt", text)
+        return self._within_limit(self._reader.checked_ids("prompt", ids))
 
     def prediction_ids(self, prediction: str | Sequence[int]) -> list[int]:
         """The ids of what an output may resemble; ValueError as for `ids`."""

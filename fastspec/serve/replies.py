@@ -51,7 +51,7 @@ def server_event(data: Mapping[str, Any] | str) -> bytes:
 
 def acceptance(outputs: Iterable[RequestOutput], num_spec_tokens: int) -> dict[str, Any]:
     """Acceptance statistics under vLLM's names; only steps with drafts count."""
-    stats = _sum_of_stats(outputs)
+    stats = SpecStats.total(output.stats for output in outputs)
     histogram = list(stats.acceptance_histogram)
     if histogram:
         histogram[0] -= stats.num_steps - stats.num_drafts
@@ -67,13 +67,6 @@ def acceptance(outputs: Iterable[RequestOutput], num_spec_tokens: int) -> dict[s
             "num_spec_tokens": num_spec_tokens,
         }
     }
-
-
-def _sum_of_stats(outputs: Iterable[RequestOutput]) -> SpecStats:
-    stats = SpecStats()
-    for output in outputs:
-        stats.add(output.stats)
-    return stats
 
 
 class _Prompt(NamedTuple):
@@ -346,7 +339,7 @@ class ReplyBuilder:
         Drafters do not tell copies of the prediction from those of the text itself, nor rejected
         copies from a draft model's rejected tokens.
         """
-        stats = _sum_of_stats(output for _, output in self._outputs)
+        stats = SpecStats.total(output.stats for _, output in self._outputs)
         if self._asked.params.prediction is None or any(stats.num_draft_passes.values()):
             return {}
         accepted = stats.num_accepted_tokens

@@ -153,7 +153,7 @@ class Simulator:
             scheduler.add(request)
         speculation = Speculation(self.device, self._vocab_size, self._spec, self._config)
         self.drafter = self._plan.build(None, block_manager)
-        speculation.enable(self.drafter, self._spec.num_draft_tokens(), [])
+        speculation.enable(self.drafter, self._spec.num_draft_tokens(), [], self._spec)
         sides = _skip_prefill, _compare
         loop = Loop(scheduler, {None: speculation}, *sides, self.stats, chunk_size=1)
         while scheduler.has_unfinished:

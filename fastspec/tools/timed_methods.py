@@ -122,7 +122,7 @@ class Methods:
         self._draft = None if is_ours else draft
         # To sample, universal assisted generation changes the model that it is given.
         self._sampled_draft = copy_of_modules(draft) if own_tokenizer and draft else self._draft
-        runs_alone = self._draft is not None and not is_assistant(self._draft)
+        runs_alone = self._draft is not None and not is_assistant(self._draft.config)
         if self._draft is not None and runs_alone and own_tokenizer is None:
             engine = Engine(self._draft, spec=SpecConfig("none"), config=config)
             if engine.max_model_len >= self._engine.max_model_len:

@@ -255,9 +255,7 @@ class Planner:
             starts.append(statistics.mean(lap["prefill"] for lap in first) + extra)
             measurement.draft_seconds[length] = drafting
             measurement.verify_seconds[length] = verifying
-            counts = SpecStats()
-            for _, output in texts:
-                counts.add(output.stats)
+            counts = SpecStats.total(output.stats for _, output in texts)
             measurement.tokens_per_pass[length] = counts.num_output_tokens / counts.num_steps
         measurement.start_seconds = (starts[0], starts[1])
         return measurement

@@ -7,11 +7,8 @@ from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 
 from ..models import perturbed, random_model
 from .glide_models import often_right
-from .helpers import ALPHA, FILTERED, hugging_face_greedy, p_value, small_pair
+from .helpers import ALPHA, FILTERED, GREEDY, PROMPTS, hugging_face_greedy, p_value, small_pair
 from .probes import assert_caches, batch_of, drafter_of, remembers_nobody, request_of
-
-PROMPTS = [[1, 2, 3], list(range(5, 22)), [40, 7] * 17, [9]]
-GREEDY = SamplingParams(temperature=0, max_tokens=28, ignore_eos=True)
 
 
 def engine_of(method, model, threshold, **config):

@@ -4,16 +4,23 @@ import pytest
 import torch
 from torch.nn.utils import prune, weight_norm
 
-from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
+from fastspec import Engine, EngineConfig, SpecConfig
 from fastspec.tools.simulate import Simulator
 
 from ..architectures import config_of, random_decoder
 from ..models import VOCAB_SIZE, random_model, random_t5
-from .helpers import ALPHA, FILTERED, generated_greedily, hugging_face_greedy, p_value, small_model
+from .helpers import (
+    ALPHA,
+    FILTERED,
+    GREEDY,
+    PROMPTS,
+    generated_greedily,
+    hugging_face_greedy,
+    p_value,
+    small_model,
+)
 from .probes import draft_model_of, flat_model_of, target_runner
 
-PROMPTS = [[1, 2, 3], list(range(5, 22)), [40, 7] * 17, [9]]
-GREEDY = SamplingParams(temperature=0, max_tokens=28, ignore_eos=True)
 SPEC = SpecConfig("early_exit", 4, exit_layer=1)
 
 

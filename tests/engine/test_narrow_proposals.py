@@ -7,7 +7,7 @@ import torch
 
 from fastspec import Engine, SamplingParams
 from fastspec.drafters import Proposal
-from fastspec.drafters.base import DRAFT_STREAM
+from fastspec.drafters.base import DRAFT_STREAM, NoDrafter
 
 from .helpers import VOCAB_SIZE, small_model
 
@@ -17,7 +17,7 @@ PROMPTS = [[1, 4, 2], [3, 5], [2, 2, 2, 4], [5]]
 WANTED = [None, 2, 0, 3]
 
 
-class Drawn:
+class Drawn(NoDrafter):
     """Draws tokens by their own logits; if narrow, with no more columns than anyone wants."""
 
     name = "drawn"
@@ -43,12 +43,6 @@ class Drawn:
         if self.has_logits and not batch.is_coupled:
             proposal = replace(proposal, draft_logits=logits.contiguous())
         return narrowed(proposal, max(counts)) if self.is_narrow else proposal
-
-    def commit(self, batch, accepted):
-        pass
-
-    def release(self, request):
-        pass
 
 
 def narrowed(proposal, width):

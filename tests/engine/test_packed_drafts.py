@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
+from fastspec import Engine, EngineConfig, SpecConfig
 from fastspec.drafters import PromptLookupDrafter
 from fastspec.models.layout import Span
 
@@ -11,11 +11,8 @@ from ..models import perturbed, random_model, random_t5
 from .eagle1_models import write_folder as write_eagle1
 from .eagle3_models import write_folder as write_eagle3
 from .glide_models import often_right
-from .helpers import ALPHA, FILTERED, hugging_face_greedy, p_value, small_model
+from .helpers import ALPHA, FILTERED, GREEDY, PROMPTS, hugging_face_greedy, p_value, small_model
 from .probes import draft_model_of, runners_of, target_runner
-
-PROMPTS = [[1, 2, 3], list(range(5, 22)), [40, 7] * 17, [9]]
-GREEDY = SamplingParams(temperature=0, max_tokens=28, ignore_eos=True)
 
 
 @pytest.mark.parametrize(

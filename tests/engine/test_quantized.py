@@ -9,11 +9,8 @@ from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec.tools.simulate import Simulator
 
 from ..models import VOCAB_SIZE, random_model, random_t5
-from .helpers import ALPHA, FILTERED, hugging_face_greedy, p_value, small_model
+from .helpers import ALPHA, FILTERED, GREEDY, PROMPTS, hugging_face_greedy, p_value, small_model
 from .probes import count_preemptions, draft_model_of, flat_model_of, target_runner
-
-PROMPTS = [[1, 2, 3], list(range(5, 22)), [40, 7] * 17, [9]]
-GREEDY = SamplingParams(temperature=0, max_tokens=28, ignore_eos=True)
 
 
 def spec_of(bits=None, count=4, **options):

@@ -12,6 +12,7 @@ import torch
 
 from fastspec import Engine, SamplingParams, SpecConfig
 from fastspec.drafters import Proposal
+from fastspec.drafters.base import NoDrafter
 from fastspec.engine import ranks as engine_ranks
 from fastspec.models import paged_model
 from fastspec.models.sharded import Ranks
@@ -157,7 +158,7 @@ SPECS = {
 }
 
 
-class Failing:
+class Failing(NoDrafter):
     """Proposes ones; on one rank the third proposal fails."""
 
     name = "failing"
@@ -171,12 +172,6 @@ class Failing:
             raise ArithmeticError("the third")
         shape = len(batch.requests), batch.num_speculative_tokens
         return Proposal(torch.ones(shape, dtype=torch.int32))
-
-    def commit(self, batch, accepted):
-        pass
-
-    def release(self, request):
-        pass
 
 
 class Narrow(Failing):

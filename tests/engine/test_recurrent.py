@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, Zamba2Config
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec.drafters import Proposal
+from fastspec.drafters.base import NoDrafter
 from fastspec.models import recurrent
 
 from ..models import RECURRENT_CONFIGS, perturbed, random_model
@@ -38,7 +39,7 @@ def texts(outputs):
     return [output.token_ids for output in outputs]
 
 
-class Knowing:
+class Knowing(NoDrafter):
     """Proposes the text that will be written, wrong after ever another number of tokens."""
 
     name = "knowing"
@@ -57,12 +58,6 @@ class Knowing:
                 row[wrong] = (row[wrong] + 1) % 256
             rows.append(row)
         return Proposal(torch.tensor(rows, dtype=torch.int32))
-
-    def commit(self, batch, accepted):
-        pass
-
-    def release(self, request):
-        pass
 
 
 def engine_of(kind, method, **config):

@@ -10,6 +10,7 @@ import torch
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec.drafters import Proposal
+from fastspec.drafters.base import NoDrafter
 
 from ..models import EOS_ID, byte_tokenizer, random_model
 from .helpers import finish
@@ -184,16 +185,12 @@ def test_a_rejected_draft_that_makes_nan_logits_fails_nothing(temperature, rule)
     with torch.no_grad():
         broken.model.embed_tokens.weight[99] = float("nan")
 
-    class Proposes99:
+    class Proposes99(NoDrafter):
         name = "99"
 
         def propose(self, batch):
             shape = (len(batch.requests), batch.num_speculative_tokens)
             return Proposal(torch.full(shape, 99, dtype=torch.int32))
-
-        def commit(self, batch, accepted): ...
-
-        def release(self, request): ...
 
     params = sampled(3, temperature=temperature, ignore_eos=True)
     spec = SpecConfig(rejection_sample_method=rule)

@@ -5,13 +5,13 @@ import torch
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec.drafters import Proposal
-from fastspec.drafters.base import check_proposal
+from fastspec.drafters.base import NoDrafter, check_proposal
 
 from .helpers import GREEDY, PROMPTS, hugging_face_greedy
 from .probes import batch_of, request_of
 
 
-class CountedTrees:
+class CountedTrees(NoDrafter):
     """Says how many nodes its trees have."""
 
     name = "counted"
@@ -21,12 +21,6 @@ class CountedTrees:
 
     def propose(self, batch):
         raise NotImplementedError
-
-    def commit(self, batch, accepted):
-        pass
-
-    def release(self, request):
-        pass
 
 
 def test_a_schedule_of_trees_is_refused(model):
@@ -49,7 +43,7 @@ def test_a_batch_counts_tokens_of_a_path_and_nodes_of_a_tree(model):
     assert seen == [([3], [7]), ([2], [7]), ([1], [7])]
 
 
-class GivenTrees:
+class GivenTrees(NoDrafter):
     """Proposes the target's own next tokens as a tree or a chain, by turns, beside wrong ones."""
 
     name = "given"
@@ -76,12 +70,6 @@ class GivenTrees:
         ids, links = (torch.tensor(x, dtype=torch.int32) for x in (token_ids, parents))
         writers = [[f"node {node}" for node in range(1, ids.shape[1] + 1)]] * len(ids)
         return Proposal(ids, links, sibling_rule=self._rule, writers=writers)
-
-    def commit(self, batch, accepted):
-        pass
-
-    def release(self, request):
-        pass
 
 
 def test_trees_and_chains_of_a_drafter_from_outside(model):

@@ -5,6 +5,7 @@ import torch
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec.drafters import Proposal
+from fastspec.drafters.base import NoDrafter
 
 from ..models import perturbed
 from .helpers import finish, hugging_face_greedy
@@ -134,7 +135,7 @@ def test_one_pass_for_each_drafter_and_none_for_those_without_drafts(model, draf
     assert not running(engine)
 
 
-class Failing:
+class Failing(NoDrafter):
     """Proposes nonsense, or raises."""
 
     name = "failing"
@@ -143,10 +144,6 @@ class Failing:
         if len(batch.requests[0].token_ids) % 2:
             raise ZeroDivisionError("propose")
         return Proposal(torch.zeros((1, 1)))
-
-    def commit(self, batch, accepted): ...
-
-    def release(self, request): ...
 
 
 def test_an_error_of_one_drafter_leaves_the_drafts_of_others(model, drafter):

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fastspec
-from fastspec.drafters.eagle3 import is_eagle
-from fastspec.drafters.glide import is_glide, load_glide
+from fastspec.drafters.auto import kind_of
+from fastspec.drafters.glide import load_glide
 from scripts.tiny.corpus import is_held_out
 from scripts.tiny.prompts import read_prompts
 
@@ -139,7 +139,7 @@ def test_glide_learnt_to_read_the_target():
 def test_the_glide_draft_of_smollm2_is_small_and_leaves_its_ends_to_the_target():
     folder = ASSETS / "smollm2-glide"
     assert sum(path.stat().st_size for path in folder.iterdir()) < 6e6
-    assert is_glide(folder)
+    assert kind_of(folder) == "glide"
     stored = load_file(folder / "model.safetensors")
     assert not {"lm_head.weight", "model.embed_tokens.weight"} & stored.keys()
     assert len(stored["lm_head.token_ids"]) == 8192
@@ -153,7 +153,7 @@ def test_the_glide_draft_of_smollm2_is_small_and_leaves_its_ends_to_the_target()
 def test_the_eagle3_draft_is_small_and_leaves_its_ends_to_the_target():
     folder = ASSETS / "smollm2-eagle3"
     assert sum(path.stat().st_size for path in folder.iterdir()) < 12e6
-    assert is_eagle(folder)
+    assert kind_of(folder) == "eagle3"
     stored = load_file(folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
     token_ids = stored["d2t"] + torch.arange(len(stored["d2t"]))

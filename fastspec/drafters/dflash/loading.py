@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from fastspec.config import EngineConfig
 from fastspec.config.checks import is_int, one_line, require
 from fastspec.drafters.dflash.model import DFlashConfig, DFlashDraft, block_embeddings
-from fastspec.models.loading import SPECULATORS, ReadConfig, load_config, load_model
+from fastspec.models.loading import SPECULATORS, load_model
 from fastspec.models.reduced_vocabulary import (
     ReducedHead,
     reduced_rows,
@@ -32,11 +32,10 @@ _NOT_OF_A_LAYER = (
 _NAMES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}  # transformers' to ours
 
 
-def is_dflash(source: str | Path | PreTrainedModel, read_config: ReadConfig = load_config) -> bool:
+def is_dflash(source: str | Path | PreTrainedModel, config: PreTrainedConfig) -> bool:
     """Whether a model is a DFlash draft, by its configuration."""
     if isinstance(source, PreTrainedModel):
-        return isinstance(source, DFlashDraft) or source.config.model_type == MODEL_TYPE
-    config = read_config("drafter", source)
+        return isinstance(source, DFlashDraft) or config.model_type == MODEL_TYPE
     is_named = _ARCHITECTURE in (config.architectures or ()) or config.model_type == MODEL_TYPE
     return is_named or getattr(config, SPECULATORS, None) == "dflash"
 

@@ -197,12 +197,6 @@ class DFlashDraft(PreTrainedModel, GenerationMixin):
         """Numbers per token in pages other than keys and values: the target's states."""
         return self.fc.in_features
 
-    def get_input_embeddings(self) -> nn.Module:
-        return self.embed_tokens
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.lm_head
-
     def forward(
         self,
         input_ids: Tensor,  # [1, T]

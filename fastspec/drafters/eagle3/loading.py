@@ -19,7 +19,7 @@ from fastspec.drafters.eagle3.model import (
     EagleDraft,
     usual_layers,
 )
-from fastspec.models.loading import SPECULATORS, ReadConfig, load_config, load_model
+from fastspec.models.loading import SPECULATORS, load_model
 from fastspec.models.named import folder_of
 from fastspec.models.reduced_vocabulary import (
     reduced_rows,
@@ -35,12 +35,11 @@ _EMBEDDINGS, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _UNREADABLE = (OSError, ValueError, RuntimeError, SafetensorError, BadZipFile)
 
 
-def is_eagle(source: str | Path | PreTrainedModel, read_config: ReadConfig = load_config) -> bool:
+def is_eagle(source: str | Path | PreTrainedModel, config: PreTrainedConfig) -> bool:
     """Whether a model is an EAGLE draft. For a folder or hub id the config decides, or, if it has
     one layer, the weights: EAGLE-1 and EAGLE-2 are Llamas by their config."""
     if isinstance(source, PreTrainedModel):
         return isinstance(source, EagleDraft)
-    config = read_config("drafter", source)
     is_named = any("Eagle3" in name for name in config.architectures or ())
     is_reduced = getattr(config, "draft_vocab_size", None) is not None
     if is_named or is_reduced or hasattr(config, SPECULATORS):

@@ -4,12 +4,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from fastspec.config import EngineConfig
 from fastspec.drafters.glide.model import GlideLlamaConfig, GlideLlamaForCausalLM
 from fastspec.models.layer_fields import last_layer_field
-from fastspec.models.loading import ReadConfig, load_config, load_model
+from fastspec.models.loading import load_model
 
 
 def load_glide(
@@ -28,11 +28,11 @@ def load_glide(
     return load_model("drafter", source, config, partial(_from_pretrained, target=target))
 
 
-def is_glide(source: str | Path | PreTrainedModel, read_config: ReadConfig = load_config) -> bool:
+def is_glide(source: str | Path | PreTrainedModel, config: PreTrainedConfig) -> bool:
     """Whether a model is a GLIDE model; for a folder or hub id its configuration decides."""
     if isinstance(source, PreTrainedModel):
         return isinstance(source, GlideLlamaForCausalLM)
-    config = read_config("drafter", source)  # published ones are a Llama's except for the class
+    # Published ones are a Llama's except for the class.
     is_named = GlideLlamaForCausalLM.__name__ in (config.architectures or ())
     return is_named or isinstance(config, GlideLlamaConfig)
 
