@@ -42,6 +42,9 @@ def trained(shape: tuple[int, int, int], folder: Path, steps: int, context: int)
     layers, width, feed_forward = shape
     out = folder / f"{layers}x{width}"
     if (out / "model.safetensors").exists():
+        known = json.loads((out / "record.json").read_text())["steps"]
+        if known != steps:
+            raise SystemExit(f"{out} was trained for {known:.0f} steps; choose another --out")
         return out
     library = Path(sysconfig.get_path("stdlib"))
     found = [library / f"{name}.py" for name in MODULES]

@@ -102,7 +102,7 @@ def results_page(records: list[dict]) -> str:
 def updated(readme: str, records: list[dict]) -> str:
     """The README with its headline and the speed-ups in its table of drafters replaced.
 
-    Those of SmolLM2 are of one machine: that of the headline, or else that with the most runs.
+    Those of one column are of one machine: that of the headline, or else that with the most runs.
     """
     chains, latest = chain_runs(records), latest_of_methods(records)
     beside_llama_cpp = [record for record in records if record["op"] == "llama_server"]
@@ -194,7 +194,9 @@ def chain_runs(records: list[dict]) -> list[dict]:
         if record["op"] == "end_to_end"
         and record.get("method", "draft_model") == "draft_model"
         and has_peers(record)
-        and record["target"]["name"] != "smollm2"
+        and record["target"]["name"] == "tiny"
+        and not kind_of_drafts(record)
+        and not record.get("confidence_threshold")
     ]
 
 
@@ -202,7 +204,8 @@ def real_runs(records: list[dict]) -> list[dict]:
     """The last run of SmolLM2 on each machine with each drafter, alone and beside peers."""
     runs = [r for r in records if r["op"] == "end_to_end" and r["target"]["name"] == "smollm2"]
     runs.sort(key=lambda run: run["date"])
-    latest = {(r["cpu"], r["dtype"], method_name(r), has_peers(r)): r for r in runs}
+    sizes = "cpu", "threads", "dtype", "num_speculative_tokens", "max_tokens"
+    latest = {(*map(r.get, sizes), method_name(r), has_peers(r)): r for r in runs}
     return [run for _, run in sorted(latest.items())]
 
 
@@ -317,8 +320,10 @@ def is_of_bundled_pair(record: dict) -> bool:
 
 
 def latest_of_methods(records: list[dict]) -> dict[str, dict]:
-    """The last run of the bundled models with each drafter."""
+    """The last run of the bundled models with each drafter, on the machine of the headline."""
     runs = [r for r in records if r["op"] == "end_to_end" and is_of_bundled_pair(r)]
+    machines = [(run["cpu"], run["threads"]) for run in chain_runs(records)[-1:]]
+    runs = [run for run in runs if not machines or (run["cpu"], run["threads"]) in machines]
     return {method_name(run): run for run in sorted(runs, key=lambda run: run["date"])}
 
 

@@ -15,6 +15,7 @@ os.environ |= {
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 }
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ["HF_HUB_OFFLINE"] = "1"  # a model that is missing is looked for in vain for a minute
 
 import torch
 

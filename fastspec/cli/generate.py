@@ -87,7 +87,7 @@ def generate(
         if method_named(method).chooses:
             method = "none" if drafter is None else drafter.name
         drafting = drafting_of(engine.spec, method, engine.drafters[None])
-        of_run = params, engine.max_model_len, drafting, engine.decoder_start_id
+        of_run = params, engine.max_model_len, drafting, engine.decoder_start_id, models.target
         records = (stored_record(o, *of_run) for o in outputs if o.error is None)
         with writing("save_outputs", save_outputs):
             write_whole("".join(json.dumps(record) + "\n" for record in records), save_outputs)

@@ -88,7 +88,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     @wraps(function)
     def run(**values: Any) -> None:
         _refuse_inputs(outputs, values)
-        _note_other_target(values)
+        _note_other_conditions(values)
         for name, (config, options, fixed) in configs.items():
             given = {option: values.pop(option.name) for option in options}
             read = {o.name: _read(o, value) for o, value in given.items() if value is not None}
@@ -118,13 +118,16 @@ def _refuse_inputs(outputs: set[str], values: dict[str, Any]) -> None:
         require(name, str(file), not is_same, f"another file than for --{other.replace('_', '-')}")
 
 
-def _note_other_target(values: dict[str, Any]) -> None:
-    """Say that a file of `fastspec tune` is used for a target that it was not tuned for."""
+def _note_other_conditions(values: dict[str, Any]) -> None:
+    """Say that a file of `fastspec tune` is used for a target or dtype it was not tuned for."""
     file = values.get("config_file")
     if file is not None and file.is_file():  # a pipe has been read
-        tuned, target = load_tuned(file).target, values["target"]
-        if target != tuned:
-            note(f"{file} was tuned for the target {tuned}, not for {target}")
+        tuned, target = load_tuned(file), values["target"]
+        if target != tuned.target:
+            note(f"{file} was tuned for the target {tuned.target}, not for {target}")
+        dtype, given = tuned.measured.get("dtype"), values.get("dtype")
+        if None not in (dtype, given) and given != dtype:
+            note(f"{file} was tuned with --dtype {dtype}, not {given}")
 
 
 def _flag(config: type, option: Option, flags: Flags, known: dict[str, Method]) -> Parameter:

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from fastspec.cli.display import counted, number, progress_bar, table_of
-from fastspec.cli.errors import begin
+from fastspec.cli.errors import begin, note
 from fastspec.cli.options import AsJson, Flags, command, output_file
 from fastspec.cli.prompts import PromptOptions
 from fastspec.config import EngineConfig, SpecConfig
@@ -100,6 +100,8 @@ def simulate(
     target = models.target
     start_id, tokenizer = target_decoder_start(target), load_tokenizer("target", target)
     outputs = read_outputs(outputs_file, texts, start_id, max_tokens)
+    if others := sorted({o.target for o in outputs} - {None, target}):
+        note(f"{outputs_file} has outputs of the target {others[0]}, not of {target}")
     given = models.drafts(method.name), target_vocab_size(target), tokenizer, spec, config, start_id
     simulator = Simulator(target, *given)
     with progress_bar("tokens") as bar:
@@ -108,8 +110,8 @@ def simulate(
         simulations = simulator.run(outputs, lambda count: bar.advance(task, count))
     report = _report(simulator.stats, outputs, simulations)
     drafting = drafting_of(spec, method.name, spec.num_draft_tokens())
-    others = (o.drafting for o in outputs if o.drafting not in (None, drafting))
-    report["stored_with"] = next(others, None)  # where that is not as simulated here
+    differing = (o.drafting for o in outputs if o.drafting not in (None, drafting))
+    report["stored_with"] = next(differing, None)  # where that is not as simulated here
     if draft_seconds is not None and verify_seconds is not None:
         report["predicted"] = _predicted(report["rates"], draft_seconds, verify_seconds)
     if log is not None:

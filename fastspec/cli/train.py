@@ -172,18 +172,18 @@ def _train_on_states(
     config: EngineConfig,
 ) -> None:
     """Train a draft that reads hidden states; `make` makes it, for a target, texts and a shape."""
-    from fastspec.train.data import split_places
+    from fastspec.train.data import split_documents
     from fastspec.train.states import cut_texts, train_on_states
 
     tokenizer, model = _load(models.target, config, settings.seed)
     shape = _fitting(shape, model)
     documents = _documents(files.data, tokenizer, _vocab_size(model))
-    texts = cut_texts(documents, shape.context)
+    parts = split_documents(documents, shape.held_out, shape.context, settings.seed)
+    training, held_out = (cut_texts(part, shape.context) for part in parts)
     with usage_errors():
-        places = split_places(len(texts), shape.held_out, settings.seed)
-        training, held_out = ([texts[place] for place in part] for part in places)
         draft = make(model, training, shape)
-    with _progress(settings.num_steps(len(training)), len(texts)) as calls:
+    num_texts = len(training) + len(held_out)
+    with _progress(settings.num_steps(len(training)), num_texts) as calls:
         run = settings, files.out, files.resume
         record = train_on_states(kind, model, draft, training, held_out, *run, *calls, shape)
     accepted = ", ".join(f"{part:.2f}" for part in record["greedy_acceptance"])
@@ -344,7 +344,7 @@ def _train(
         raise ValueError("store_target: not with --accelerate, whose processes would share a file")
     begin()
     from fastspec.models.loading import resolve_device
-    from fastspec.train.data import cut_rows, split_places
+    from fastspec.train.data import cut_rows, split_documents
     from fastspec.train.new_drafts import make_draft
     from fastspec.train.processes import OneProcess, many_processes
     from fastspec.train.run import report_acceptance, train_draft
@@ -355,10 +355,9 @@ def _train(
     tokenizer, model = _load(target, config, settings.seed)
     shape = _fitting(shape, model)
     documents = _documents(files.data, tokenizer, _vocab_size(model))
-    rows = cut_rows((ids for ids, _ in documents), shape.context)
+    parts = split_documents(documents, shape.held_out, shape.context, settings.seed)
+    training, held_out = (cut_rows((ids for ids, _ in part), shape.context) for part in parts)
     with usage_errors():
-        places = split_places(len(rows), shape.held_out, settings.seed)
-        training, held_out = map(rows.take, places)
         fresh = make_draft(model, training, shape, kind)
     num_steps = settings.num_steps(len(training), processes.num_processes)
     with _progress(num_steps, len(training), processes.is_main_process) as calls:
@@ -421,9 +420,15 @@ def _documents(
         for where, record in parse_json_lines(content, f"{field}: {file}"):
             is_record = isinstance(record, dict)
             require(where, record, is_record, 'an object with "text" or lists of ids')
-            if "text" in record:
+            if "text" in record and "prompt_ids" not in record:
                 if not isinstance(record["text"], str):
                     raise ValueError(f'{where}: "text" is not a string: {record["text"]!r}')
+                if asked := {"prompt", "messages"} & record.keys():
+                    raise ValueError(
+                        f'{where}: "text" is an answer to its {asked.pop()}, which would be left'
+                        ' out; give whole texts, or "prompt_ids" and "token_ids", as train texts'
+                        " writes"
+                    )
                 require_unicode(where, record["text"])
                 yield _ids(tokenizer, record["text"]), 1
                 continue
@@ -439,7 +444,12 @@ def _documents(
 
 
 def _ids(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
-    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    """The ids of a text; it begins as the engine's prompts do, with the token that the tokenizer
+    puts in front of a text, if any."""
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    first = tokenizer("")["input_ids"][:1]
+    is_missing = first == [tokenizer.bos_token_id] and ids[:1] != first
+    return [*first, *ids] if is_missing else ids
 
 
 @contextmanager

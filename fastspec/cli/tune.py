@@ -188,6 +188,7 @@ def tune(
     """Choose a drafter and its number of tokens by measuring candidates on your prompts.
 
     One prompt at a time: the throughput model predicts each speed-up, then the choice is measured.
+    A choice that turns out to be slower than plain decoding is not kept.
     """
     prompts.check_template(models)
     target, max_tokens = models.target, params.max_tokens or 0
@@ -223,17 +224,20 @@ def tune(
         used = _used(plan.spec, draft_models)
         measured = planner.confirm(plan, used, options.repeats)
     _show(Console(highlight=False), measurements, plan, measured, max_tokens)
-    named = _used(plan.spec, drafts)
+    spec = plan.spec if measured >= 1 else SpecConfig("none")
+    named = _used(spec, drafts)
     chosen = TunedConfig(
         target,
         ",".join(named) if isinstance(named, list) else named,
-        _kept_fields(plan.spec, target, draft_models),
-        _step_costs(measurements, plan.spec),
+        _kept_fields(spec, target, draft_models),
+        _step_costs(measurements, spec),
         {
             **describe_environment(),
+            "dtype": str(config.dtype),
             "temperature": params.temperature,
             "max_tokens": max_tokens,
             "num_prompts": len(ids),
+            "method": plan.spec.method,
             "predicted_speed_up": plan.predicted,
             "measured_speed_up": measured,
             "table": [row for m in measurements for row in _rows(m, max_tokens)],
@@ -342,6 +346,8 @@ def _show(
     if chosen != "none":
         chosen += f", K={plan.spec.num_model_tokens()}"
     console.print(f"Chosen: {chosen}; predicted {plan.predicted:.2f}x, measured {measured:.2f}x")
+    if measured < 1 and chosen != "none":
+        console.print("That is slower than plain decoding, which is what the file chooses instead.")
 
 
 def _label(spec: SpecConfig) -> str:

@@ -248,16 +248,16 @@ class SweepSchedule:
     """Uses the given lengths in turn, to measure them under the same conditions.
 
     Attributes:
-        wanted: draft tokens of each step so far; fewer than planned at the end of a text.
+        steps: those so far; at the end of a text fewer tokens than planned are wanted.
     """
 
     def __init__(self, lengths: Sequence[int]):
         self._lengths = tuple(lengths)
-        self.wanted: list[int] = []
+        self.steps: list[Step] = []
 
     def num_draft_tokens(self, request: EngineRequest) -> int:
         return self._lengths[(request.schedule_state or 0) % len(self._lengths)]
 
     def record(self, request: EngineRequest, step: Step) -> None:
         request.schedule_state = (request.schedule_state or 0) + 1
-        self.wanted.append(step.wanted)
+        self.steps.append(step)

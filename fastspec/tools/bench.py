@@ -100,8 +100,9 @@ def measure(
         For each temperature a dictionary: new tokens per second by method (all prompts' tokens over
         the median, across rounds, of all prompts' seconds), their ratios, our acceptance, our SWI
         with the costs of methods, the costs of drafting and verifying in plain steps, the speed-up
-        over plain decoding that acceptance and the cost of drafting predict if verifying the drafts
-        costs no more than a plain step, and the fraction of it that was reached.
+        over plain decoding that acceptance, the cost of drafting and the reading of the prompts
+        predict if verifying the drafts costs no more than a plain step, and the fraction of it that
+        was reached.
     """
     decoders, results = list(methods.by_name().items()), []
     pairs = dict(RATIOS)
@@ -159,17 +160,24 @@ def write_profile(methods: Methods, prompt: TokenIds, temperature: float, file: 
 
 
 def predicted_speed_up(plain: SpecStats, speculative: SpecStats) -> float:
-    """Tokens of a step over its cost in plain steps: 1 for the target's pass, and the drafts'.
+    """Time of plain decoding over that of prompts, drafts, and a plain step for each step.
 
-    With k draft tokens of cost c each and independent acceptance a this is the formula of
-    Leviathan et al., 2211.17192: (1 - a^(k+1)) / ((1 - a) (k c + 1)).
+    Both are for as many tokens. Without prompts, with k draft tokens of cost c each and independent
+    acceptance a, this is the formula of Leviathan et al., 2211.17192:
+    (1 - a^(k+1)) / ((1 - a) (k c + 1)).
     """
-    draft_cost, _ = step_costs(plain, speculative)
-    return speculative.num_output_tokens / speculative.num_steps / (1 + draft_cost)
+    plain_step = (plain.seconds["verify"] + plain.seconds["commit"]) / plain.num_steps
+    before = plain.seconds["prefill"] + plain.num_steps * plain_step
+    given = speculative.seconds["prefill"] + speculative.seconds["propose"]
+    after = given + speculative.num_steps * plain_step
+    per_token = before / plain.num_output_tokens, after / speculative.num_output_tokens
+    return per_token[0] / per_token[1]
 
 
 def step_costs(plain: SpecStats, speculative: SpecStats) -> tuple[float, float]:
     """Mean time of drafting, and of the target's pass including verification, in plain steps.
+
+    The draft's reading of a prompt counts as drafting.
 
     A pass over the many rows of a token tree costs more than one over a single token where compute
     rather than reading the weights is the bottleneck: on a CPU.

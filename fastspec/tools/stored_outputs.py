@@ -36,6 +36,7 @@ class StoredOutput:
         accepted: draft tokens accepted in each step of the stored run, if known.
         finish_reason: how the stored run ended it, if known.
         drafting: how the stored run drafted, if known, see `drafting_of`.
+        target: the name of the target that wrote it, if known.
     Raises:
         ValueError: no finish reason of an engine, or more tokens than params allow.
 
@@ -48,6 +49,7 @@ class StoredOutput:
     accepted: list[int] | None = None
     finish_reason: str | None = None
     drafting: dict[str, Any] | None = None
+    target: str | None = None
 
     def __post_init__(self):
         reason = self.finish_reason
@@ -74,7 +76,7 @@ class StoredOutput:
         params, kept = replace(self.params, max_tokens=max_tokens), self.token_ids[:max_tokens]
         is_whole = kept == self.token_ids
         known = (self.accepted, self.finish_reason) if is_whole else (None, None)
-        return StoredOutput(self.prompt, kept, params, *known, self.drafting)
+        return StoredOutput(self.prompt, kept, params, *known, self.drafting, self.target)
 
 
 def read_outputs(
@@ -134,12 +136,14 @@ def stored_record(
     max_model_len: int,
     drafting: dict[str, Any] | None = None,
     decoder_start_id: int | None = None,
+    target: str | None = None,
 ) -> dict:
     """A finished request as a line of a .jsonl file that `read_outputs` reads.
 
     Args:
         decoder_start_id: of a target that is an encoder-decoder: its decoder's text begins with
             this token instead of the prompt.
+        target: its name.
     """
     num_before = len(output.prompt_token_ids) if decoder_start_id is None else 1
     room = max_model_len - num_before
@@ -149,6 +153,7 @@ def stored_record(
         "accepted": accepted_by_step(output.sources),
         "finish_reason": output.finish_reason,
         "drafting": drafting,
+        "target": target,
         "max_tokens": room if params.max_tokens is None else min(params.max_tokens, room),
         **{name: getattr(params, name) for name in _SAMPLING},
     }
@@ -197,7 +202,7 @@ def _from_record(where: str, record: Any, max_tokens: int | None) -> StoredOutpu
         raise ValueError(f"max_tokens: expected None, as the file has its own, got {max_tokens}")
     try:
         params = _params(token_ids, **given)
-        known = accepted, record.get("finish_reason"), drafting
+        known = accepted, record.get("finish_reason"), drafting, record.get("target")
         output = StoredOutput(prompt, token_ids, params, *known)
         if max_tokens is not None:
             output = output.limited(max_tokens)

@@ -4,6 +4,8 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -162,12 +164,14 @@ class Planner:
     def measure(self, spec: SpecConfig, drafter: DrafterSource | None) -> Measurement:
         """Time and count a drafter with 0, 1, ..., K tokens.
 
-        Times come from decoding all prompts while the number of draft tokens changes from step to
-        step. With one number throughout, other tokens would be accepted, because a step begins
-        where the one before it ended: greedy texts, which do not depend on the drafts, are drafted
-        again for each number (see `tools.simulate`); others are decoded again, as are those of
-        drafters that read more of the target. Cascades, trees and drafts with copies first, whose
-        steps vary, are measured only with 0 and K, as the means of whole texts.
+        Times of steps with drafts come from decoding all prompts while the number of draft tokens
+        changes from step to step, those of steps without from an engine without a drafter, which
+        decodes the same prompts in turn. With one number throughout, other tokens would be
+        accepted, because a step begins where the one before it ended: greedy texts, which do not
+        depend on the drafts, are drafted again for each number (see `tools.simulate`); others are
+        decoded again, as are those of drafters that read more of the target. Cascades, trees and
+        drafts with copies first, whose steps vary, are measured only with 0 and K, as the means of
+        whole texts.
 
         Raises:
             ValueError: a prompt, drafter or option that cannot be used, or too few tokens to
@@ -191,47 +195,54 @@ class Planner:
         Raises:
             ValueError: as `measure` does.
         """
-        lengths = range(spec.num_draft_tokens() + 1)
+        lengths = range(1, spec.num_draft_tokens() + 1)
         schedule = SweepSchedule(lengths)
+        plain = self._plain
         engine = self._engine(replace(spec, schedule=schedule, step_costs=None), drafter)
+        self._warm_up(plain)
         self._warm_up(engine)
-        schedule.wanted.clear()
+        schedule.steps.clear()
         measurement = Measurement(spec)
-        samples: dict[int, list[tuple[float, float]]] = {length: [] for length in lengths}
+        samples: dict[int, list[_Sample]] = {length: [] for length in (0, *lengths)}
         outputs: list[RequestOutput] = []
-        starts: list[tuple[float, float]] = []
+        starts: list[tuple[float, float, float]] = []
         for prompt in self._prompts:
+            plain_laps, _ = self._run(plain, prompt)
+            samples[0] += [_Sample.of(lap, False) for lap in plain_laps[1:]]
             laps, output = self._run(engine, prompt)
             outputs.append(output)
-            wanted, schedule.wanted = schedule.wanted, []
+            steps, schedule.steps = schedule.steps, []
             if len(laps) < 2:
                 raise ValueError(
                     f"max_tokens: {self.max_tokens} is too few to measure; use a larger value"
                 )
-            starts.append((laps[0]["prefill"], laps[1]["propose"]))
-            for index, (length, lap) in enumerate(zip(wanted, laps, strict=True)):
-                if index < 2 or length != lengths[index % len(lengths)]:
-                    continue  # the models' first passes, or the end of the text
-                samples[length].append((lap["propose"], lap["verify"] + lap["commit"]))
+            starts.append((plain_laps[0]["prefill"], laps[0]["prefill"], laps[0]["propose"]))
+            for index, (step, lap) in enumerate(zip(steps, laps, strict=True)):
+                if index == 0 or step.wanted != lengths[index % len(lengths)]:
+                    continue  # the draft reads the prompt, or the text ends
+                samples[step.wanted].append(_Sample.of(lap, step.proposed > 0))
             self._advance()
-        for length, pairs in samples.items():
-            if len(pairs) < 2:
+        for length, timed in samples.items():
+            if len(timed) < 2:
                 raise ValueError(
                     f"max_tokens: {self.max_tokens} is too few: each draft length must be timed at"
                     " least twice; use a larger value or more prompts"
                 )
-            measurement.draft_seconds[length] = _typical([draft for draft, _ in pairs])
-            measurement.verify_seconds[length] = _typical([verify for _, verify in pairs])
-        first = measurement.draft_seconds[lengths[1]]
-        plain = statistics.mean(prefill for prefill, _ in starts)
-        extra = statistics.mean(max(0.0, propose - first) for _, propose in starts)
-        measurement.start_seconds = (plain, plain + extra)
+            typical = _typical(timed)
+            measurement.draft_seconds[length] = typical.drafting
+            measurement.verify_seconds[length] = typical.verifying
+        first = measurement.draft_seconds[1]
+        alone = statistics.mean(prefill for prefill, _, _ in starts)
+        both = statistics.mean(
+            prefill + max(0.0, propose - first) for _, prefill, propose in starts
+        )
+        measurement.start_seconds = (alone, both)
         return measurement, outputs
 
     def _measured_whole(self, spec: SpecConfig, drafter: DrafterSource | None) -> Measurement:
         """The means of plain and of drafted steps, with all prompts decoded both ways in turn."""
         engines = {
-            0: self._engine(SpecConfig("none"), None),
+            0: self._plain,
             spec.num_model_tokens(): self._engine(spec, drafter),
         }
         runs: dict[int, list[tuple[list[dict[str, float]], RequestOutput]]] = {}
@@ -275,7 +286,7 @@ class Planner:
 
     def confirm(self, plan: Plan, drafter: DrafterSource | None, repeats: int) -> float:
         """The measured speed-up of a plan: plain and chosen runs interleaved, median of rounds."""
-        engines = [self._engine(SpecConfig("none"), None), self._engine(plan.spec, drafter)]
+        engines = [self._plain, self._engine(plan.spec, drafter)]
         for engine in engines:
             self._warm_up(engine)
         seconds: list[list[float]] = [[0.0] * repeats for _ in engines]
@@ -287,6 +298,10 @@ class Planner:
                     seconds[index][round_index] += time.perf_counter() - start
                 self._advance()
         return statistics.median(seconds[0]) / statistics.median(seconds[1])
+
+    @cached_property
+    def _plain(self) -> Engine:
+        return self._engine(SpecConfig("none"), None)
 
     def _engine(self, spec: SpecConfig, drafter: DrafterSource | None) -> Engine:
         spec = spec.for_repeated_prompts()
@@ -348,7 +363,30 @@ def _with_length(spec: SpecConfig, length: int) -> SpecConfig:
     return spec if has_own_shape(spec) else replace(spec, num_speculative_tokens=length)
 
 
-def _typical(seconds: list[float]) -> float:
-    """The mean of all but the slowest."""
-    kept = sorted(seconds)[: max(1, round(len(seconds) * (1 - _TRIMMED)))]
-    return statistics.mean(kept)
+class _Sample(NamedTuple):
+    """Seconds of one step, and whether anything was proposed in it."""
+
+    drafting: float
+    verifying: float
+    has_drafts: bool
+
+    @classmethod
+    def of(cls, lap: dict[str, float], has_drafts: bool) -> "_Sample":
+        return cls(lap["propose"], lap["verify"] + lap["commit"], has_drafts)
+
+
+def _typical(samples: list[_Sample]) -> _Sample:
+    """The means of all but the slowest; steps with drafts and steps without are trimmed apart, as a
+    drafter that copies may have few of the former, and they take longer."""
+    kinds = [[each for each in samples if each.has_drafts is kind] for kind in (True, False)]
+
+    def mean(part: int) -> float:
+        kept = [sorted(each[part] for each in kind)[: _kept(len(kind))] for kind in kinds if kind]
+        sizes = [len(kind) for kind in kinds if kind]
+        return statistics.fmean(map(statistics.fmean, kept), sizes)
+
+    return _Sample(mean(0), mean(1), bool(kinds[0]))
+
+
+def _kept(count: int) -> int:
+    return max(1, round(count * (1 - _TRIMMED)))

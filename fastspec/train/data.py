@@ -20,6 +20,9 @@ _READ_TEXTS = 16  # texts per pass of the target
 _MOST_HASHED = 2**20  # elements of a weight
 
 
+Document = tuple[list[int], int]  # token ids, and where the part to learn begins
+
+
 @dataclass(frozen=True)
 class Rows:
     """Texts of equal width, padded at the end.
@@ -94,17 +97,33 @@ class Lesson:
 Teacher = Callable[[Tensor], Lesson]  # returns the lesson for rows by index
 
 
-def split_places(num: int, held_out: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Randomly split `num` texts into those to train on, and at least one to evaluate on.
+def split_documents(
+    documents: Iterable[Document], held_out: float, context: int, seed: int
+) -> tuple[list[Document], list[Document]]:
+    """Randomly split documents into those to train on, and those to evaluate on.
+
+    The latter have the given part of all tokens, or enough for one text of `context` tokens if that
+    is more, but at most half. A document is cut in two where that falls within it.
 
     Raises:
-        ValueError: fewer than two texts.
+        ValueError: fewer than four tokens.
     """
-    if num < 2:
-        raise ValueError("data: too little text; the only row cannot also be held out")
-    order = torch.randperm(num, generator=torch.Generator().manual_seed(seed))
-    count = min(max(1, round(held_out * num)), num - 1)
-    return order[count:], order[:count]
+    known = [document for document in documents if document[0]]
+    total = sum(len(ids) for ids, _ in known)
+    if total < 4:
+        raise ValueError("data: too little text to hold any out")
+    left = max(round(held_out * total), min(context + 1, total // 2))
+    training: list[Document] = []
+    evaluated: list[Document] = []
+    for place in torch.randperm(len(known), generator=torch.Generator().manual_seed(seed)).tolist():
+        ids, start = known[place]
+        cut = max(0, len(ids) - left)
+        left -= len(ids) - cut
+        if cut:
+            training.append((ids[:cut], start))
+        if cut < len(ids):
+            evaluated.append((ids[cut:], max(1, start - cut)))
+    return training, evaluated
 
 
 def most_frequent(token_ids: Tensor, count: int) -> Tensor:

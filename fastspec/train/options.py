@@ -84,7 +84,8 @@ class DraftShape(Options):
     held_out: float = option(
         0.05,
         number("a number between 0 and 1", lambda value: 0 < value < 1),
-        "Fraction of the rows to hold out for evaluating the draft.",
+        "Fraction of the tokens to hold out for evaluating the draft; at least a row, or half if"
+        " there are fewer than two.",
     )
 
 

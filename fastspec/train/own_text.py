@@ -23,6 +23,8 @@ def write_texts(
 ) -> None:
     """Write each prompt with the target's answer, by the chat template, to a file of JSON lines.
 
+    A line has the ids of both, and their text.
+
     Every other answer is greedy, the rest are sampled at temperature 1, because drafts are used for
     both. Texts are kept in FILE.part until all are done, so an interrupted run continues; FILE is
     then replaced.
@@ -53,12 +55,14 @@ def write_texts(
             for index, output in enumerate(engine.generate(ids, params), first):
                 if output.error is not None:
                     raise ValueError(f"prompts: no answer to prompt {index + 1}: {output.error}")
-                whole = tokenizer.decode([*output.prompt_token_ids, *output.token_ids])
-                texts.append({"text": whole})
+                given, written = list(output.prompt_token_ids), list(output.token_ids)
+                text = tokenizer.decode([*given, *written])
+                texts.append({"text": text, "prompt_ids": given, "token_ids": written})
                 part.add(texts[-1])
         part.finish("".join(json.dumps(text) + "\n" for text in texts))
     advance(len(prompts))
 
 
 def _is_text(value: Any) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("text"), str)
+    kinds = {"text": str, "prompt_ids": list, "token_ids": list}
+    return isinstance(value, dict) and all(isinstance(value.get(n), k) for n, k in kinds.items())

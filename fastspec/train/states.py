@@ -17,6 +17,7 @@ from fastspec.config.checks import require
 from fastspec.config.files import write_whole
 from fastspec.models.reduced_vocabulary import ReducedHead, reduced_rows
 from fastspec.train.data import (
+    Document,
     check_head,
     digest_of,
     most_frequent,
@@ -43,8 +44,8 @@ class Text:
     start: int = 1
 
 
-def cut_texts(documents: Iterable[tuple[list[int], int]], context: int) -> list[Text]:
-    """Cut texts to up to `context` tokens; a document is its ids and the start of its answer.
+def cut_texts(documents: Iterable[Document], context: int) -> list[Text]:
+    """Cut documents to texts of up to `context` tokens.
 
     Raises:
         ValueError: none has an answer of two or more tokens after at least one token.

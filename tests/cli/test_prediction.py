@@ -7,8 +7,8 @@ from fastspec.tools.bench import predicted_speed_up, step_costs, swi
 from fastspec.tools.formulas import expected_tokens
 
 
-def stats(num_steps, num_tokens, propose, verify, commit):
-    seconds = {"prefill": 9.0, "propose": propose, "verify": verify, "commit": commit}
+def stats(num_steps, num_tokens, propose, verify, commit, prefill=0.0):
+    seconds = {"prefill": prefill, "propose": propose, "verify": verify, "commit": commit}
     return SpecStats(num_steps=num_steps, num_output_tokens=num_tokens, seconds=seconds)
 
 
@@ -21,6 +21,12 @@ def test_prediction_is_the_formula_of_independent_acceptance():
     expected = (1 - rate ** (num_draft + 1)) / ((1 - rate) * (num_draft * cost + 1))
     assert predicted_speed_up(plain, drafted) == pytest.approx(expected)
     assert step_costs(plain, drafted) == pytest.approx((num_draft * cost, 1.55))
+
+
+def test_reading_prompts_is_no_part_of_what_drafts_speed_up():
+    plain = stats(100, 100, 0.0, 90.0, 10.0, prefill=50.0)
+    drafted = stats(50, 200, 40.0, 70.0, 0.0, prefill=110.0)  # twice as many tokens
+    assert predicted_speed_up(plain, drafted) == pytest.approx(2 * 150 / (110 + 40 + 50))
 
 
 def test_swi_of_runs():

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from fastspec import SpecConfig
 from fastspec.cli.tune import TuneOptions
 from fastspec.config.methods import method_named
 from fastspec.engine.pacing import Pacer
@@ -22,6 +23,27 @@ def prompts_file(tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_text("def f(\na b a b a\n", encoding="utf-8")
     return file
+
+
+def test_what_proves_slower_than_plain_decoding_is_not_kept(
+    invoke, pair, tmp_path, prompts_file, monkeypatch
+):
+    suffix = SpecConfig("suffix", 2)
+    monkeypatch.setattr(Planner, "choose", lambda *_: Plan(suffix, 1.3))
+    monkeypatch.setattr(Planner, "confirm", lambda *_: 0.9)
+    out = tmp_path / "tuned.json"
+    run = ["tune", *pair[:2], *SHORT, "--prompts-file", prompts_file, "--methods", "suffix"]
+    result = invoke(*run, "--dtype", "float32", "--out", out)
+    assert result.exit_code == 0, result.stderr
+    assert "Chosen: suffix, K=2; predicted 1.30x, measured 0.90x" in result.stdout
+    assert "slower than plain decoding" in result.stdout
+    record = json.loads(out.read_text(encoding="utf-8"))
+    assert record["spec"] == {"method": "none"}
+    assert record["draft"] is record["step_costs"] is None
+    assert record["measured"]["method"] == "suffix"
+    used = ["generate", "--config", out, "--prompt", "ab", "--max-tokens", "4"]
+    assert "was tuned with --dtype float32, not auto" in invoke(*used).stderr
+    assert "tuned" not in invoke(*used, "--dtype", "float32").stderr
 
 
 def saved(file, **fields):
@@ -74,6 +96,7 @@ def test_exit_layers(invoke, pair, tmp_path, prompts_file, monkeypatch):
         return Plan(replace(measurements[1].spec, num_speculative_tokens=1), 1.5)
 
     monkeypatch.setattr(Planner, "choose", last)
+    monkeypatch.setattr(Planner, "confirm", lambda *_: 1.0)
     out = tmp_path / "tuned.json"
     run = ["tune", *pair[:2], *SHORT, "--prompts-file", prompts_file, "--out", out]
     result = invoke(*run, "--methods", "early_exit", "--exit-layers", "1,1")
@@ -133,6 +156,7 @@ def test_what_has_a_shape_of_its_own_is_chosen(
         return Plan(next(m.spec for m in tried if m.spec.method == method), 1.5)
 
     monkeypatch.setattr(Planner, "choose", choose)
+    monkeypatch.setattr(Planner, "confirm", lambda *_: 1.0)
     out = tmp_path / "tuned.json"
     run = ["tune", *pair, *SHORT, "-k", "1", "--prompts-file", prompts_file, "--out", out]
     result = invoke(*run, *options)
@@ -192,6 +216,7 @@ def test_the_draft_that_a_target_comes_with():
 def test_trees_and_copies_first(invoke, pair, tmp_path, prompts_file, monkeypatch):
     """Those that can be had are tried, and what is chosen is written whole."""
     monkeypatch.setattr(Planner, "choose", lambda self, tried: Plan(tried[-1].spec, 1.5))
+    monkeypatch.setattr(Planner, "confirm", lambda *_: 1.0)
     out = tmp_path / "tuned.json"
     run = ["tune", *pair, *SHORT, "--prompts-file", prompts_file, "--out", out]
     more = ["--tree-nodes", "3", "--suffix-tokens", "4", "--methods", "draft_model,tree"]

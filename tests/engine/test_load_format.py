@@ -51,8 +51,7 @@ def opened(monkeypatch):
     return files
 
 
-def test_what_is_not_there_is_not_blamed_on_its_format(monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+def test_what_is_not_there_is_not_blamed_on_its_format():
     messages = []
     for config in ({}, SAFE):
         with pytest.raises(ValueError, match="target: cannot load ") as caught:

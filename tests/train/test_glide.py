@@ -6,14 +6,16 @@ import sys
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from torch import nn
 from typer.testing import CliRunner
 
 from fastspec import Engine, SamplingParams, SpecConfig
 from fastspec.cli import app
+from fastspec.cli.train import _documents
 from fastspec.drafters.glide import GlideLlamaForCausalLM
 from fastspec.drafters.glide.dense import block_mask, read_target
-from fastspec.train.data import Lesson, Rows, cut_rows, frozen_target
+from fastspec.train.data import Lesson, Rows, cut_rows, frozen_target, split_documents
 from fastspec.train.new_drafts import make_glide, make_matched
 from fastspec.train.options import DraftShape, TrainOptions
 from fastspec.train.processes import OneProcess
@@ -334,6 +336,50 @@ def test_rows_are_windows_of_the_documents():
         cut_rows([[1], []], context=3)
 
 
+def test_held_out_tokens_are_in_no_text_to_train_on():
+    """Those of one document are together, at its end; an answer begins where it did."""
+    documents = [(list(range(100 * n, 100 * n + 10)), 4) for n in range(10)]
+    training, held_out = split_documents(documents, 0.25, 3, seed=0)
+    parts = {ids[0] // 100: [(ids, start)] for ids, start in training}
+    for ids, start in held_out:
+        parts.setdefault(ids[0] // 100, []).append((ids, start))
+    joined = [[token_id for ids, _ in parts[n] for token_id in ids] for n in range(10)]
+    assert joined == [ids for ids, _ in documents]
+    assert sum(len(ids) for ids, _ in held_out) == 25
+    (cut,) = (each for each in parts.values() if len(each) == 2)
+    assert [start for _, start in cut] == [4, 1]  # cut in the middle, after the answer began
+    for seed in range(3):
+        (first,), (last,) = split_documents([([*range(40)], 30)], 0.1, 19, seed)
+        assert (first, last) == (([*range(20)], 30), ([*range(20, 40)], 10))
+    with pytest.raises(ValueError, match="data: too little text"):
+        split_documents([([1, 2, 3], 1), ([], 1)], 0.5, 8, 0)
+
+
+def test_documents_begin_as_prompts_do(tmp_path):
+    tokenizer, text, lines = byte_tokenizer(), tmp_path / "a.txt", tmp_path / "a.jsonl"
+    text.write_text("ab")
+    answer = {"prompt_ids": [5, 6], "token_ids": [7], "text": "whatever", "messages": []}
+    lines.write_text(json.dumps({"text": "ab"}) + "\n" + json.dumps(answer))
+    plain = tokenizer("ab")["input_ids"]
+    files = [text, lines]
+    found = [*_documents(files, tokenizer, VOCAB_SIZE)]
+    assert found == [(plain, 1), (plain, 1), ([5, 6, 7], 2)]
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    begin = tokenizer.bos_token_id
+    in_front = TemplateProcessing("<s> $A", special_tokens=[("<s>", begin)])
+    tokenizer.backend_tokenizer.post_processor = in_front
+    found = [*_documents(files, tokenizer, VOCAB_SIZE)]
+    assert found == [([begin, *plain], 1), ([begin, *plain], 1), ([5, 6, 7], 2)]
+
+
+@pytest.mark.parametrize("beside", [{"prompt": "a"}, {"messages": []}])
+def test_an_answer_without_its_question_is_no_text(tmp_path, beside):
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps({"text": "b", "token_ids": [1], **beside}))
+    with pytest.raises(ValueError, match=r"line 1: \"text\" is an answer to its (prompt|messages)"):
+        [*_documents([file], byte_tokenizer(), VOCAB_SIZE)]
+
+
 @pytest.fixture(scope="module")
 def target_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("target")
@@ -417,7 +463,7 @@ def test_bad_input_is_named(arguments, named, target_folder, tmp_path, monkeypat
     monkeypatch.setitem(sys.modules, "accelerate", None)
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
-    (tmp_path / "little.txt").write_text(TEXT[:40])
+    (tmp_path / "little.txt").write_text(TEXT[:3])
     monkeypatch.chdir(tmp_path)
     given = () if "--data" in arguments else ("--data", text)
     result = run("--target", target_folder, *given, "--out", tmp_path / "o", *arguments)
@@ -432,7 +478,7 @@ def test_bad_input_is_named(arguments, named, target_folder, tmp_path, monkeypat
         ("a.jsonl", b'{"words": 1}\n', 'line 1 has neither "text" nor'),
         ("a.jsonl", b'{"text": "x"}\n[1\n', "line 2"),
         ("a.jsonl", b'{"text": 3}\n', "is not a string: 3"),
-        ("a.txt", b"", "data: expected at least two tokens of text"),
+        ("a.txt", b"", "data: too little text to hold any out"),
     ],
 )
 def test_bad_data_is_named(name, content, named, target_folder, tmp_path):

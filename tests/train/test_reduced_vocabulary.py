@@ -308,6 +308,10 @@ def test_written_texts_go_on_where_they_stopped(chat_folder, tmp_path):
     assert broken.read_bytes() == content
     assert seen == [1, 5, 6]
     assert sorted(tmp_path.iterdir()) == [broken, whole]
+    for line in map(json.loads, content.splitlines()):
+        given, written = line["prompt_ids"], line["token_ids"]
+        assert line["text"] == engine.tokenizer.decode([*given, *written])
+        assert len(written) == 5
     engine.tokenizer.chat_template = None
     with pytest.raises(ValueError, match="no chat template"):
         write_texts(engine, "target", prompts, 5, tmp_path / "none.jsonl", lambda _: None)
