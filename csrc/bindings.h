@@ -40,8 +40,8 @@ inline bool has_shape(const Tensor& tensor, std::initializer_list<int64_t> shape
   return true;
 }
 
-// Caches of keys and values whose last two dimensions are contiguous. The strides of a dimension of
-// one do not matter: no kernel multiplies them by anything but 0.
+// Caches of keys and values whose last two dimensions are contiguous, and that are not expanded.
+// The strides of a dimension of one do not matter: no kernel multiplies them by anything but 0.
 inline void require_caches(const Tensor& key_cache, const Tensor& value_cache, int64_t rank = 4) {
   require(key_cache.dim() == rank && value_cache.dim() == rank);
   const auto has_stride = [&](int64_t dim, int64_t stride) {
@@ -50,6 +50,7 @@ inline void require_caches(const Tensor& key_cache, const Tensor& value_cache, i
   for (int64_t dim = 0; dim < rank; ++dim) {
     require(dim < rank - 3 || key_cache.size(dim) > 0);
     require(value_cache.size(dim) == key_cache.size(dim));
+    require(key_cache.size(dim) <= 1 || key_cache.stride(dim) != 0);
     require(has_stride(dim, value_cache.stride(dim)));
   }
   require(value_cache.scalar_type() == key_cache.scalar_type());

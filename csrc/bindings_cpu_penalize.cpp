@@ -73,6 +73,7 @@ void penalize(Tensor logits, const Tensor& row_sequence, const Tensor& row_node,
   call.bias_until = ints(bias_until, bias_ids.size(0));
   require_lists(call.cu_bias, batch, bias_ids);
   call.repetition_penalty = floats_or_null(repetition_penalty, batch);
+  for (int64_t b = 0; repetition_penalty && b < batch; ++b) require(call.repetition_penalty[b] > 0);
   call.presence_penalty = floats_or_null(presence_penalty, batch);
   call.frequency_penalty = floats_or_null(frequency_penalty, batch);
   call.logits = logits.mutable_data_ptr();

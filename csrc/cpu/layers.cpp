@@ -12,7 +12,8 @@ void rms_norm(const void* input, const Norm& norm, int64_t num_rows, int64_t siz
   const LayerKernels& kernel = kernels().layers;
   const int64_t row_bytes = size * size_of(norm.element);
   const int64_t tasks = (num_rows + kRowsPerTask - 1) / kRowsPerTask;
-  parallel_for(tasks, 1, [&](int64_t task) {
+  constexpr int64_t kValuesPerThread = 1 << 16;
+  parallel_for(tasks, kValuesPerThread / (kRowsPerTask * size), [&](int64_t task) {
     const std::unique_ptr<float[]> values(new float[size]);
     const int64_t last = std::min((task + 1) * kRowsPerTask, num_rows);
     for (int64_t row = task * kRowsPerTask; row < last; ++row) {

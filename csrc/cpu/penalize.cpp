@@ -16,7 +16,7 @@ constexpr int32_t kNone = std::numeric_limits<int32_t>::max();
 // The edit of one token in one row.
 struct Edit {
   bool seen = false;
-  int32_t count = 0;
+  int64_t count = 0;
   float bias = -0.0f;  // which leaves the sign of a zero alone
 };
 
@@ -28,7 +28,7 @@ struct Penalties {
     if (edit.seen) x = x > 0 ? x / repetition : x * repetition;
     if (edit.count > 0) {
       // In double, where it is exact, so no compiler can fuse it with the addition.
-      const auto each = static_cast<float>(double{frequency} * edit.count);
+      const auto each = static_cast<float>(double{frequency} * static_cast<double>(edit.count));
       x -= each + presence;
     }
     return x;

@@ -100,7 +100,7 @@ def simulate(
     target = models.target
     start_id, tokenizer = target_decoder_start(target), load_tokenizer("target", target)
     outputs = read_outputs(outputs_file, texts, start_id, max_tokens)
-    if others := sorted({o.target for o in outputs} - {None, target}):
+    if others := sorted({o.target for o in outputs if o.target is not None} - {target}):
         note(f"{outputs_file} has outputs of the target {others[0]}, not of {target}")
     given = models.drafts(method.name), target_vocab_size(target), tokenizer, spec, config, start_id
     simulator = Simulator(target, *given)

@@ -381,12 +381,13 @@ def _typical(samples: list[_Sample]) -> _Sample:
     kinds = [[each for each in samples if each.has_drafts is kind] for kind in (True, False)]
 
     def mean(part: int) -> float:
-        kept = [sorted(each[part] for each in kind)[: _kept(len(kind))] for kind in kinds if kind]
-        sizes = [len(kind) for kind in kinds if kind]
-        return statistics.fmean(map(statistics.fmean, kept), sizes)
+        total = sum(len(kind) * _trimmed_mean([each[part] for each in kind]) for kind in kinds)
+        return total / len(samples)
 
     return _Sample(mean(0), mean(1), bool(kinds[0]))
 
 
-def _kept(count: int) -> int:
-    return max(1, round(count * (1 - _TRIMMED)))
+def _trimmed_mean(seconds: list[float]) -> float:
+    """The mean of all but the slowest, 0 of none."""
+    kept = sorted(seconds)[: max(1, round(len(seconds) * (1 - _TRIMMED)))]
+    return statistics.fmean(kept) if kept else 0.0

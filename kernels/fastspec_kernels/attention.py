@@ -63,15 +63,16 @@ def tree_attention(
         value_cache: as key_cache, with the same strides.
         block_table: [B, M] int32, rows contiguous; entries past a context are never read. On a GPU
             an entry outside the cache is clamped to the nearest block.
-        context_lens: [B] int32, tokens in the cache, including the query tokens.
-        cu_rows: [B + 1] int32, from 0 to T.
+        context_lens: [B] int32, contiguous, tokens in the cache, including the query tokens.
+        cu_rows: [B + 1] int32, contiguous, from 0 to T.
         ancestor_mask: [B, N, ceil(N / 64)] int64, contiguous, N from 1 to 128; no sequence may have
             more than N rows. Bit j % 64 of word j // 64 of [b, i] is set if node i sees node j;
             bits past the rows of a sequence are ignored. Made by `build_tree`; None = chains.
         scale: None = D ** -0.5.
         sliding_window: W in tokens, 0 = off.
         softcap: bound of the scores, 0 = off.
-        sinks: [H] float32 or dtype of query, one extra logit per head, in the denominator only.
+        sinks: [H] float32 or dtype of query, contiguous, one extra logit per head, in the
+            denominator only.
         return_logsumexp: also return the logarithm of the denominator, excluding sinks.
         key_scale: the key value that a stored 1 represents; 1.0 unless the cache is float8.
         value_scale: as key_scale, for values.
@@ -125,8 +126,9 @@ def cross_attention(
     Args:
         query: [T, H, D] float32, bfloat16 or float16, last dimension contiguous; T may be 0.
         key_cache, value_cache, block_table: as in `tree_attention`.
-        context_lens: [B] int32, tokens in the cache; rows output 0 if it is 0.
-        cu_rows: [B + 1] int32, from 0 to T; sequence b owns rows cu_rows[b]:cu_rows[b + 1].
+        context_lens: [B] int32, contiguous, tokens in the cache; rows output 0 if it is 0.
+        cu_rows: [B + 1] int32, contiguous, from 0 to T; sequence b owns the rows
+            cu_rows[b]:cu_rows[b + 1].
         scale: None = D ** -0.5.
         key_scale, value_scale, backend: as in `tree_attention`.
     Returns:
@@ -163,7 +165,7 @@ def check_options(
     if softcap > 0.0:
         check_positive("softcap", softcap)
     check_flag("return_logsumexp", return_logsumexp)
-    if isinstance(sinks, Tensor) and sinks.dtype != torch.float32:
+    if isinstance(query, Tensor) and isinstance(sinks, Tensor) and sinks.dtype != torch.float32:
         check_tensor("sinks", sinks, (None,), (torch.float32, query.dtype), query.device)
         sinks = sinks.float()
     return softcap, sinks

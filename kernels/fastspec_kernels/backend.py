@@ -84,6 +84,8 @@ def _other_backend(op: str, requested: str, device: torch.device, dtype: torch.d
 @cache
 def _resolved_once(op: str, requested: str, device: torch.device, dtype: torch.dtype) -> str | None:
     name = resolve(op, requested, device, dtype)
+    if name == "reference" and (requested, _DEFAULT) == ("auto", "auto"):
+        _say_once(f"no kernel of {op} for a {_described(device, dtype)}; the slow reference runs")
     return None if name == device.type else name
 
 
@@ -92,7 +94,7 @@ def resolve(op: str, requested: str, device: torch.device, dtype: torch.dtype | 
 
     "auto" is FASTSPEC_BACKEND if it was set at import, otherwise the compiled kernel of the device
     if there is one, otherwise Triton on a GPU, otherwise the reference. A GPU that the CUDA
-    extension was not built for is logged once.
+    extension was not built for is logged once, and so is each op that is left to the reference.
 
     Raises:
         ValueError: the name is unknown, or that backend has no kernel of this op for this device
@@ -104,7 +106,7 @@ def resolve(op: str, requested: str, device: torch.device, dtype: torch.dtype | 
         if _is_compiled(op, device, dtype):
             return device.type
         if device.type == "cuda" and _lacks_image(op, device):
-            _say_once(_no_image(device))
+            _say_once(f"{_no_image(device)}; its tensors go to Triton or the reference")
         return "triton" if device.type == "cuda" and _runs_in_triton(op, "cuda") else "reference"
     if requested == device.type and _is_compiled(op, device, dtype):
         return requested
@@ -112,10 +114,9 @@ def resolve(op: str, requested: str, device: torch.device, dtype: torch.dtype | 
         raise ValueError(f"backend: expected 'auto' or one of {BACKENDS}, got {requested!r}")
     available = backends_of(op, device, dtype)
     if requested not in available:
-        tensor = f"{device.type} tensor" + (" of float8_e4m3fn" if dtype == FLOAT8 else "")
         lacks = requested == "cuda" == device.type and _lacks_image(op, device)
         raise ValueError(
-            f"backend: {requested!r} cannot run {op} on a {tensor}"
+            f"backend: {requested!r} cannot run {op} on a {_described(device, dtype)}"
             f"{': ' + _no_image(device) if lacks else ''}; available: {', '.join(available)}"
         )
     return requested
@@ -127,12 +128,16 @@ def backend_of(op: str, device: torch.device | str, backend: str = "auto") -> st
     "auto" is as in the ops. None if that backend has no kernel of the op for the device.
 
     Raises:
-        ValueError: there is no such op or backend.
+        ValueError: there is no such op, device or backend.
     """
     check_choice("op", op, tuple(reference.__all__))
     check_choice("backend", backend, ("auto", *BACKENDS))
     try:
-        return resolve(op, backend, torch.device(device))
+        known = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device: expected a device of torch, got {device!r:.80}") from error
+    try:
+        return resolve(op, backend, known)
     except ValueError:
         return None
 
@@ -187,6 +192,10 @@ def _is_compiled(op: str, device: torch.device, dtype: torch.dtype | None) -> bo
     return takes and runs and library.has_kernel(op, device.type)
 
 
+def _described(device: torch.device, dtype: torch.dtype | None) -> str:
+    return f"{device.type} tensor" + (" of float8_e4m3fn" if dtype == FLOAT8 else "")
+
+
 def _lacks_image(op: str, device: torch.device) -> bool:
     """Whether the CUDA extension has a kernel of this op, but no code for this GPU."""
     if not library.has_kernel(op, "cuda"):
@@ -204,7 +213,7 @@ def _no_image(device: torch.device) -> str:
 
 @cache
 def _say_once(reason: str) -> None:
-    logger.warning("backend: %s; its tensors go to Triton or the reference", reason)
+    logger.warning("backend: %s", reason)
 
 
 @cache

@@ -97,10 +97,10 @@ def compact_kv(
         value_caches: as key_caches, with the same strides.
         block_table: [B, M] int32, rows contiguous; sequences must not share blocks that contain
             places after their prefix_lens.
-        prefix_lens: [B] int32, tokens of each sequence before the root.
+        prefix_lens: [B] int32, contiguous, tokens of each sequence before the root.
         path: [B, N] int32, rows contiguous: ascending nodes after the root, as returned by
             `verify_tree`; a negative one ends the path.
-        accepted_len: [B] int32, at most N; a sequence with 0 or less is left unchanged.
+        accepted_len: [B] int32, contiguous, at most N; a sequence with 0 or less is left unchanged.
         backend: "auto", "cpu", "cuda", "triton" or "reference".
     Raises:
         ValueError: a wrong dtype, shape, device or stride, or a backend that cannot run this; for

@@ -78,7 +78,9 @@ def _is_plain(tensor: Tensor) -> bool:
     """Whether the values are in memory as described by shape and strides."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return False
-    return torch.compiler.is_compiling() or not tensor.is_neg()  # torch.compile cannot ask
+    if torch.compiler.is_compiling():  # torch.compile cannot ask
+        return True
+    return not tensor.is_neg() and not tensor._is_zerotensor()
 
 
 def dense(tensor: Tensor) -> Tensor:
@@ -251,6 +253,8 @@ def check_caches(
     strides, others = key_cache.stride(), value_cache.stride()
     if not _same_strides(shape[-2:], strides[-2:], (shape[-1], 1)):
         raise ValueError(f"{name}: the last two dimensions must be contiguous, strides {strides}")
+    if any(size > 1 and stride == 0 for size, stride in zip(shape, strides, strict=True)):
+        raise ValueError(f"{name}: overlaps itself, strides {strides}")
     if not _same_strides(shape, strides, others):
         raise ValueError(f"{names[1]}: expected the strides of {name}, {strides}, got {others}")
     return shape[-2], shape[-1]

@@ -74,6 +74,16 @@ for _op, _schema in zip(OPS, SCHEMAS, strict=True):
     # it with a warning.
     _library.impl(_op, torch.library.fallthrough_kernel, "Autograd")
 
+
+def _refuse(*_):
+    raise ValueError("the arguments do not fit together")
+
+
+# torch resolves lazily negated and zero tensors before it calls a kernel, but not in these lists.
+for _op in ("decoder_layers", "draft_chain"):
+    for _key in ("Negative", "ZeroTensor"):
+        _library.impl(_op, _refuse, _key)
+
 OVERLOADS = {op: getattr(torch.ops.fastspec, op).default for op in OPS}
 # The places of the arguments that an op writes, tensors or lists of them.
 WRITTEN = {

@@ -35,11 +35,12 @@ def row_stats(
 
     Args:
         logits: [R, V] float32, bfloat16 or float16, any row stride; -inf = probability 0.
-        temperature: [R] float32, >= 0; inf = uniform over the finite logits; None = 1. On Triton,
-            logits further than 3.4e38 below the best count as -inf, whatever the temperature.
-        top_k: [R] int32; <= 0, >= V or None = off.
-        top_p: [R] float32; >= 1 or None = off, <= 0 keeps only the largest logit.
-        min_p: [R] float32; <= 0 or None = off, >= 1 keeps only the largest logit.
+        temperature: [R] float32, contiguous, >= 0; inf = uniform over the finite logits; None = 1.
+            Logits further than 3.4e38 below the best count as -inf, on Triton at any temperature,
+            on the CPU unless it is inf; there temperatures from 0 to 4.3e-39 act as the latter.
+        top_k: [R] int32, contiguous; <= 0, >= V or None = off.
+        top_p: [R] float32, contiguous; >= 1, NaN or None = off, <= 0 keeps only the largest logit.
+        min_p: [R] float32, contiguous; <= 0, NaN or None = off, >= 1 keeps only the largest logit.
         token_bitmask: [R, ceil(V/32)] int32, any row stride; bit i % 32 of word i // 32 allows
             token i; tokens that are not allowed are treated as a logit of -inf. None allows all.
         backend: "auto", "cpu", "triton" or "reference".

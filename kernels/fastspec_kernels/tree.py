@@ -77,9 +77,9 @@ def verify_tree(
             logits of -inf before drawing: what remains after that one is rejected is computed to
             about 2^-23 of its probability, so rarer siblings would be accepted too often.
         temperature, top_k, top_p, min_p: [B] each, see `row_stats`.
-        draft_token_map: [V] int32, the column of each target token in the draft rows, see
-            `verify_chain`. With "without_replacement" every column that siblings can be drawn from
-            must belong to exactly one target token.
+        draft_token_map: [V] int32, contiguous, the column of each target token in the draft rows,
+            see `verify_chain`. With "without_replacement" every column that siblings can be drawn
+            from must belong to exactly one target token.
         token_bitmask: [T, ceil(V/32)] int32, allowed tokens of the target rows, see `row_stats`.
         backend: "auto", "cpu", "cuda", "triton" or "reference".
     Returns:

@@ -73,12 +73,13 @@ def verify_chain(
             the target (lossy: no token's probability exceeds lenience times the target's). Must be
             1 with "block".
         method: "standard" or "block".
-        draft_logsumexp: [B, K] float32, logsumexp of the draft rows from `row_stats`. With it only
-            the draft row at the first rejection is read, and only that one can be found invalid.
-            "standard" only.
-        draft_token_map: [V] int32, the column of each target token in the draft rows; a number
-            outside 0..draft V - 1 means that the drafter does not have the token. None = column x
-            for token x, and draft probability 0 from draft V on.
+        draft_logsumexp: [B, K] float32, contiguous, logsumexp of the draft rows from `row_stats`.
+            With it only the draft row at the first rejection is read, and only that one can be
+            found invalid. It is rounded to float32, so draft probabilities are off by a factor of
+            1 plus or minus its last digit: 1e-7 times its size. "standard" only.
+        draft_token_map: [V] int32, contiguous, the column of each target token in the draft rows; a
+            number outside 0..draft V - 1 means that the drafter does not have the token. None =
+            column x for token x, and draft probability 0 from draft V on.
         token_bitmask: [T, ceil(V/32)] int32, allowed tokens of the target rows, see `row_stats`.
         backend: "auto", "cpu", "triton" or "reference".
     Returns:

@@ -75,6 +75,9 @@ def test_who_asks_for_what_there_is_not_is_told_so():
     assert fastspec_kernels.backend_of("linear", "cpu", "reference") == "reference"
     with pytest.raises(ValueError, match=r"^op: expected one of .* got 'softmax'"):
         fastspec_kernels.backend_of("softmax", "cpu")
+    for device in ("banana", torch.zeros(1)):
+        with pytest.raises(ValueError, match=r"^device: "):
+            fastspec_kernels.backend_of("linear", device)
     with pytest.raises(ValueError, match=r"^backend: expected one of .* got 'gpu'"):
         fastspec_kernels.backend_of("linear", "cpu", "gpu")
 

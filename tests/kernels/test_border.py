@@ -54,6 +54,13 @@ def bad_tensors(tensor: Tensor) -> list:
     return ["x", 1, True, tensor.tolist(), tensor.numpy(), *dtypes, tensor.to_sparse(), *nested]
 
 
+def lazy_tensors(tensor: Tensor) -> list:
+    """Whose values are not in memory; torch writes them there before most ops."""
+    if not tensor.is_floating_point():
+        return []
+    return [torch._neg_view(tensor), torch._efficientzerotensor(tensor.shape, dtype=tensor.dtype)]
+
+
 def bad_lists(values: list) -> list:
     """Lists that have a bad value in one place, and what is none."""
     found = ["x", 1, None, [], values[0], [*values[:-1], None]]
@@ -63,7 +70,7 @@ def bad_lists(values: list) -> list:
         found += [values[:1], [*values, values[0]]]
         return found + [[values[0], bad] for bad in bad_tensors(values[1])]
     for name, value in values[1]._asdict().items():
-        wrong = [*bad_tensors(value), value[:-1]]
+        wrong = [*bad_tensors(value), *lazy_tensors(value), value[:-1]]
         if name not in LayerWeights._field_defaults:
             wrong.append(None)
         found += [[values[0], values[1]._replace(**{name: bad})] for bad in wrong]
@@ -205,7 +212,10 @@ def results_of(op: str, backend: str, variety=None) -> list[Tensor]:
     if variety:
         for name, value in arguments.items():
             if isinstance(value, Tensor):
-                arguments[name] = variety(value)
+                given = variety(value)
+                # Edited in place, which would falsify a gradient.
+                is_edited = (op, name) == ("penalize", "logits")
+                arguments[name] = given.detach() if is_edited else given
     out = getattr(fastspec_kernels, op)(**arguments, backend=backend)
     outputs = out if isinstance(out, tuple) else () if out is None else (out,)
     caches = [value for name, value in arguments.items() if "_cache" in name]

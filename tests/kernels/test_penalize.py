@@ -246,5 +246,15 @@ def test_what_is_not_in_order_is_refused_on_the_cpu():
             with pytest.raises(ValueError, match=f"^{message}"):
                 penalize(**{**case, name: changed}, backend=backend)
     assert torch.equal(case["logits"].nan_to_num(), before.nan_to_num())
+    for bad in (0.0, -1.0, torch.nan):
+        changed = torch.ones_like(case["repetition_penalty"])
+        changed[-1] = bad
+        for backend in backends_of("penalize"):
+            with pytest.raises(
+                ValueError, match=r"^repetition_penalty\[\d+\]: expected a number > 0"
+            ):
+                penalize(**{**case, "repetition_penalty": changed}, backend=backend)
+    with pytest.raises(ValueError, match=r"^logits: require a gradient"):
+        penalize(**{**case, "logits": case["logits"].clone().requires_grad_()})
     with pytest.raises(ValueError, match=r"^logits: the rows overlap"):
         penalize(**{**case, "logits": torch.zeros(1, 20).expand(4, 20)})

@@ -24,6 +24,8 @@ for name, make in CALLS.items():
     getattr(fastspec_kernels, name)(**make(), backend="cpu")
     now = len(os.listdir("/proc/self/task"))
     assert now == before, f"{name} woke {now - before} threads"
+fastspec_kernels.rms_norm(torch.randn(300, 5), torch.ones(5), 1e-5, backend="cpu")
+assert len(os.listdir("/proc/self/task")) == before
 weight = torch.randn(1024, 1024)
 fastspec_kernels.linear(torch.randn(1, 1024), weight, backend="cpu")
 assert len(os.listdir("/proc/self/task")) > before

@@ -189,6 +189,7 @@ WRONG = {
         lambda cache: cache.double(),
         lambda cache: cache[0],
         lambda cache: cache.transpose(1, 2).contiguous().transpose(1, 2),
+        lambda cache: cache[:1].expand_as(cache),
     ],
     "value_cache": [lambda cache: cache.half(), lambda cache: cache[:1]],
     "slot_mapping": [
