@@ -38,6 +38,7 @@ RUNS = (
     f"{ALONE} --method prompt_lookup -k 4 --prompt-lookup-min 2 --prompt-lookup-max 4",
     f"{ALONE} --method ngram -k 4",
     f"{ALONE} --method mag -k 4",
+    f"{ALONE} --method early_exit --exit-layer 20 -k 2",
     f"{BESIDE_PEERS} --method prompt_lookup -k 4 --prompt-lookup-min 2 --prompt-lookup-max 4",
     f"{BESIDE_PEERS} --method early_exit --exit-layer 20 -k 2",
 )
