@@ -45,7 +45,7 @@ def test_report_of_records():
                 "mean_acceptance_length": None,
             }
         ],
-        "target": {"name": "big", "parameters": 8_500_000, "layers": 24},
+        "target": {"name": "tiny", "parameters": 8_500_000, "layers": 24},
         "draft": {"name": "small", "parameters": 1_400_000, "layers": 2},
         "num_speculative_tokens": 4,
         "batch_size": 1,
@@ -70,7 +70,7 @@ def test_report_of_records():
     other_size = {**kernel, "shape": {"K": 4, "V": 1000}, "median_us": 99.0}
     text = report.results_page([older, newest, other_size, end_to_end])
     assert "| speculative / plain | **1.50x** |" in text
-    assert "big (8.5 M parameters, 24 layers)" in text
+    assert "tiny (8.5 M parameters, 24 layers)" in text
     assert "| `verify_chain` | K=4, V=128256, float32 | 12.3 µs | peer 0.03 |" in text
     assert "99" not in text
     assert "`draft_model`" not in text
