@@ -13,6 +13,7 @@ from fastspec.drafters.base import Batch, Drafter, Proposal, Request, TreePropos
 from fastspec.drafters.context import DrafterPlan
 from fastspec.drafters.draft_model import DraftModelDrafter, draft_model_of
 from fastspec.drafters.suffix import SuffixDrafter
+from fastspec.drafters.tree.copied import put_point_masses
 from fastspec.models.reduced_vocabulary import DraftVocabulary
 from fastspec.models.transfer import device_tensor, padded_tensor
 
@@ -147,10 +148,13 @@ class SuffixFirst:
         draft_logits, token_map = proposal.draft_logits, proposal.draft_token_map
         if draft_logits is not None:
             draft_logits = pad(draft_logits, (0, 0, 0, missing))
-            draft_logits = _with_point_masses(draft_logits, token_map, copied)
         counts, writers = list(proposal.num_tokens or ()), list(proposal.writers or ())
         for place, copy in copied.items():
             token_ids[place] = padded_tensor([copy], width, device)[0]
+            if draft_logits is not None:
+                nodes = torch.arange(len(copy), device=device)[None]
+                ids = token_ids[place, None, : len(copy)]
+                put_point_masses(draft_logits[place, None], nodes, ids, token_map)
             if parents is not None:
                 parents[place] = padded_tensor([range(len(copy))], width, device)[0]
             counts[place], writers[place] = len(copy), [self._copies.name] * len(copy)
@@ -218,17 +222,3 @@ def with_copies(plan: DrafterPlan, spec: SpecConfig) -> DrafterPlan:
         return kind(model, copies, *sizes, draws)
 
     return replace(plan, build=drafter)
-
-
-def _with_point_masses(
-    logits: Tensor, token_map: Tensor | None, copied: dict[int, Sequence[int]]
-) -> Tensor:
-    """Make the rows of copies in logits [B, N, V'] point masses."""
-    device = logits.device
-    for place, copy in copied.items():
-        columns = device_tensor(copy, torch.int64, device)
-        if token_map is not None:
-            columns = token_map[columns].long()
-        logits[place] = -torch.inf
-        logits[place, torch.arange(len(copy), device=device), columns] = 0.0
-    return logits

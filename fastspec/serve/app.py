@@ -312,18 +312,18 @@ class Endpoint:
         return Refused(400, str(why), code, param=field_of(str(why), given, FIELDS[self.kind]))
 
     def _parse(self, body: bytes) -> Any:
-        """What `_asked` makes of a body; Refused for what it cannot read."""
+        """What `_read` makes of a body; Refused for what it cannot read."""
         parsed: dict[str, Any] = {}
         try:
             parsed = parse_body(body)
-            asked = self._asked(parsed)
+            asked = self._read(parsed)
         except ValueError as error:
             given = {name for name, value in parsed.items() if value is not None}
             raise self._bad_request(error, given) from error
         _check_model(parsed.get("model"), self.model)
         return asked
 
-    def _asked(self, parsed: Mapping[str, Any]) -> Any:
+    def _read(self, parsed: Mapping[str, Any]) -> Any:
         if self.kind == "predict":
             prompt, expected = parsed.get("prompt"), 'an object like {"prompt": "a text"}'
             require("body", [*parsed], {*parsed} == {"prompt"}, expected)
@@ -419,7 +419,7 @@ class Endpoint:
 class TokensEndpoint(Endpoint):
     """An endpoint that generates nothing: the thread for prompts makes its response."""
 
-    def _asked(self, parsed: Mapping[str, Any]) -> Any:
+    def _read(self, parsed: Mapping[str, Any]) -> Any:
         return (tokenize if self.kind == "tokenize" else detokenize)(parsed)
 
     async def _run(self, asked: Any, stream: "Stream", start: float) -> Response:

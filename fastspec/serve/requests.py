@@ -186,7 +186,7 @@ def completion(
         fields["logprobs"] = logprobs
         if echo:
             fields["prompt_logprobs"] = logprobs
-    asked = _asked(several, fields, given, drafters)
+    asked = _parsed(several, fields, given, drafters)
     return replace(asked, echo=echo, is_echo_alone=num_tokens == 0)
 
 
@@ -212,7 +212,7 @@ def chat(
     require("top_logprobs", top, fits, f"0 to {_MOST_LOGPROBS}")
     if wants:
         fields["logprobs"] = 0 if top is None else top
-    asked = _asked(messages, fields, given, drafters, _template(given))
+    asked = _parsed(messages, fields, given, drafters, _template(given))
     return replace(asked, is_open_ended=name not in given)
 
 
@@ -373,7 +373,7 @@ def _template(given: Mapping[str, Any]) -> dict[str, Any]:
     return template
 
 
-def _asked(
+def _parsed(
     prompts: Sequence[Any],
     fields: dict[str, Any],
     given: Mapping[str, Any],
