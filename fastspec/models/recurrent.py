@@ -228,7 +228,8 @@ class RecurrentLayers:
         at_once = _copied(one_by_one)
         singles = torch.cat([call(one_by_one, token) for token in after.split(1, dim=1)], dim=1)
         several = call(at_once, after)
-        tolerance = torch.finfo(trial.dtype).eps ** 0.5
+        # Also for 16 bits: a state that is dropped may matter as little as their rounding does.
+        tolerance = torch.finfo(torch.float32).eps ** 0.5
         pairs = zip([several, *_tensors(at_once)], [singles, *_tensors(one_by_one)], strict=True)
         # With zeros, both ways agree whatever they compute.
         reads_on = all(bool(b.any() and (a - b).norm() <= tolerance * b.norm()) for a, b in pairs)
