@@ -3,7 +3,8 @@
 The 20 prompts of `fastspec bench --chat`, greedy, one after the other, 128 tokens each, with the
 same weights in bfloat16. Every method runs in a process of its own, in turns: ours in an engine,
 llama.cpp's in `llama-server`, plain and with each kind of n-gram speculation that it has. Counted
-are tokens after the first by the time since the first; `llama-server` reports its own.
+are tokens after the prompt's pass by the time since then: ours after the first step, llama.cpp's
+after the first token, by its own report.
 """
 
 import argparse

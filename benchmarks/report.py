@@ -39,6 +39,7 @@ METHODS = {
     "hf_assisted_default": "Hugging Face assisted, its defaults",
 }
 SPEED_UP = "speculative / plain"
+EARLIER_EFFICIENCY = "Runs before 2026-11-29 left the reading of prompts out of that prediction."
 RATIOS = {
     "speculative / plain": "speculative / plain",
     "speculative / hf_assisted": "speculative / better Hugging Face assisted",
@@ -102,7 +103,8 @@ def results_page(records: list[dict]) -> str:
 def updated(readme: str, records: list[dict]) -> str:
     """The README with its headline and the speed-ups in its table of drafters replaced.
 
-    Those of one column are of one machine: that of the headline, or else that with the most runs.
+    Those of one column are of one machine, that of its headline; without one, those of SmolLM2 are
+    of the machine with the most runs.
     """
     chains, latest = chain_runs(records), latest_of_methods(records)
     beside_llama_cpp = [record for record in records if record["op"] == "llama_server"]
@@ -201,10 +203,10 @@ def chain_runs(records: list[dict]) -> list[dict]:
 
 
 def real_runs(records: list[dict]) -> list[dict]:
-    """The last run of SmolLM2 on each machine with each drafter, alone and beside peers."""
+    """The last run of SmolLM2 on each machine with each drafter and K, alone and beside peers."""
     runs = [r for r in records if r["op"] == "end_to_end" and r["target"]["name"] == "smollm2"]
     runs.sort(key=lambda run: run["date"])
-    sizes = "cpu", "threads", "dtype", "num_speculative_tokens", "max_tokens"
+    sizes = "cpu", "threads", "dtype", "num_speculative_tokens"
     latest = {(*map(r.get, sizes), method_name(r), has_peers(r)): r for r in runs}
     return [run for _, run in sorted(latest.items())]
 
@@ -241,6 +243,8 @@ def smollm2(runs: list[dict]) -> str:
     meaning = (
         "New tokens per second at batch 1 for the bundled questions, programming tasks, texts to"
         " summarise and texts to edit. All methods of a run use the same weights and take turns."
+        " Efficiency is the speed-up over plain divided by the predicted one."
+        f" {EARLIER_EFFICIENCY}"
     )
     return "\n".join([meaning, "", *lines, "", *(f"- {note}" for note in notes)])
 
@@ -338,7 +342,8 @@ def methods(latest: dict[str, dict]) -> str:
     }
     meaning = (
         "The bundled models with each drafter. Speed-up is over our own plain decoding. Efficiency"
-        " is the speed-up divided by the one that acceptance and the cost of drafting predict."
+        " is the speed-up divided by the one that acceptance, drafting and the reading of prompts"
+        f" predict. {EARLIER_EFFICIENCY}"
     )
     heads = [f"{column}, {temperature}" for column in columns for temperature in at]
     lines = [meaning, "", *table_head("drafter", "K", *heads)]

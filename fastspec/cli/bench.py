@@ -134,9 +134,10 @@ def bench(
 
 _LEGEND = """\
 SWI: CS-Drafting's speed-up, from passes and parameters instead of times.
-draft cost, judge cost: time of the drafts and of the target's pass in each step, in steps of plain\
- decoding.
-predicted speed up: what acceptance and the draft cost give, if the judge cost were 1.
+draft cost, judge cost: time of the drafts, with their reading of the prompt, and of the target's\
+ pass in each step, in steps of plain decoding.
+predicted speed up: what acceptance, the draft cost and the reading of prompts give, if the judge\
+ cost were 1.
 efficiency: the fraction of it that was reached."""
 
 

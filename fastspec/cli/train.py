@@ -412,10 +412,18 @@ def _documents(
     field: str = "data",
 ) -> Iterator[tuple[list[int], int]]:
     """Token ids of each text, and where the part to learn begins; `field` begins errors."""
+    first = tokenizer("")["input_ids"][:1]
+    begin = first if first == [tokenizer.bos_token_id] else []
+
+    def ids_of(text: str) -> list[int]:
+        """They begin as the engine's prompts do, with the tokenizer's first token, if any."""
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids if ids[:1] == begin else [*begin, *ids]
+
     for file in files:
         content = read_text(field, file)
         if file.suffix != ".jsonl":
-            yield _ids(tokenizer, content), 1
+            yield ids_of(content), 1
             continue
         for where, record in parse_json_lines(content, f"{field}: {file}"):
             is_record = isinstance(record, dict)
@@ -430,7 +438,7 @@ def _documents(
                         " writes"
                     )
                 require_unicode(where, record["text"])
-                yield _ids(tokenizer, record["text"]), 1
+                yield ids_of(record["text"]), 1
                 continue
             for name in ("prompt_ids", "token_ids"):
                 ids = record.get(name)
@@ -440,16 +448,12 @@ def _documents(
                 for token_id in ids:
                     fits = 0 <= token_id < vocab_size
                     require(f"{where}: {name}", token_id, fits, f"ids in 0..{vocab_size - 1}")
-            yield [*record["prompt_ids"], *record["token_ids"]], len(record["prompt_ids"])
-
-
-def _ids(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
-    """The ids of a text; it begins as the engine's prompts do, with the token that the tokenizer
-    puts in front of a text, if any."""
-    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    first = tokenizer("")["input_ids"][:1]
-    is_missing = first == [tokenizer.bos_token_id] and ids[:1] != first
-    return [*first, *ids] if is_missing else ids
+            whole = [*record["prompt_ids"], *record["token_ids"]]
+            if record.get("text", told := tokenizer.decode(whole)) != told:
+                raise ValueError(
+                    f'{where}: "text" is not that of the ids, which are of another tokenizer'
+                )
+            yield whole, len(record["prompt_ids"])
 
 
 @contextmanager

@@ -160,9 +160,9 @@ def write_profile(methods: Methods, prompt: TokenIds, temperature: float, file: 
 
 
 def predicted_speed_up(plain: SpecStats, speculative: SpecStats) -> float:
-    """Time of plain decoding over that of prompts, drafts, and a plain step for each step.
+    """Time per token of plain decoding, over that of prompts, drafts, and a plain step per pass.
 
-    Both are for as many tokens. Without prompts, with k draft tokens of cost c each and independent
+    Without prompts, with k draft tokens of cost c each and independent
     acceptance a, this is the formula of Leviathan et al., 2211.17192:
     (1 - a^(k+1)) / ((1 - a) (k c + 1)).
     """

@@ -197,12 +197,14 @@ def _from_record(where: str, record: Any, max_tokens: int | None) -> StoredOutpu
     require(
         f"{where}, drafting", drafting, fits, "an object with method and num_speculative_tokens"
     )
+    target = record.get("target")
+    require(f"{where}, target", target, target is None or isinstance(target, str), "a string")
     given = {name: record[name] for name in (*_SAMPLING, "max_tokens") if name in record}
     if max_tokens is not None and "max_tokens" in given:
         raise ValueError(f"max_tokens: expected None, as the file has its own, got {max_tokens}")
     try:
         params = _params(token_ids, **given)
-        known = accepted, record.get("finish_reason"), drafting, record.get("target")
+        known = accepted, record.get("finish_reason"), drafting, target
         output = StoredOutput(prompt, token_ids, params, *known)
         if max_tokens is not None:
             output = output.limited(max_tokens)

@@ -197,9 +197,8 @@ class Planner:
         """
         lengths = range(1, spec.num_draft_tokens() + 1)
         schedule = SweepSchedule(lengths)
-        plain = self._plain
         engine = self._engine(replace(spec, schedule=schedule, step_costs=None), drafter)
-        self._warm_up(plain)
+        self._warm_up(self._plain)
         self._warm_up(engine)
         schedule.steps.clear()
         measurement = Measurement(spec)
@@ -207,7 +206,7 @@ class Planner:
         outputs: list[RequestOutput] = []
         starts: list[tuple[float, float, float]] = []
         for prompt in self._prompts:
-            plain_laps, _ = self._run(plain, prompt)
+            plain_laps, _ = self._run(self._plain, prompt)
             samples[0] += [_Sample.of(lap, False) for lap in plain_laps[1:]]
             laps, output = self._run(engine, prompt)
             outputs.append(output)
@@ -228,9 +227,9 @@ class Planner:
                     f"max_tokens: {self.max_tokens} is too few: each draft length must be timed at"
                     " least twice; use a larger value or more prompts"
                 )
-            typical = _typical(timed)
-            measurement.draft_seconds[length] = typical.drafting
-            measurement.verify_seconds[length] = typical.verifying
+            drafting, verifying = _typical(timed)
+            measurement.draft_seconds[length] = drafting
+            measurement.verify_seconds[length] = verifying
         first = measurement.draft_seconds[1]
         alone = statistics.mean(prefill for prefill, _, _ in starts)
         both = statistics.mean(
@@ -375,19 +374,23 @@ class _Sample(NamedTuple):
         return cls(lap["propose"], lap["verify"] + lap["commit"], has_drafts)
 
 
-def _typical(samples: list[_Sample]) -> _Sample:
-    """The means of all but the slowest; steps with drafts and steps without are trimmed apart, as a
-    drafter that copies may have few of the former, and they take longer."""
-    kinds = [[each for each in samples if each.has_drafts is kind] for kind in (True, False)]
+def _typical(samples: list[_Sample]) -> tuple[float, float]:
+    """Seconds of drafting and of verifying: the means of all but the slowest.
 
-    def mean(part: int) -> float:
-        total = sum(len(kind) * _trimmed_mean([each[part] for each in kind]) for kind in kinds)
-        return total / len(samples)
-
-    return _Sample(mean(0), mean(1), bool(kinds[0]))
+    Steps with drafts and steps without are trimmed apart, as a drafter that copies may have few of
+    the former, and they take longer.
+    """
+    drafting = verifying = 0.0
+    for kind in (True, False):
+        own = [each for each in samples if each.has_drafts is kind]
+        if own:
+            share = len(own) / len(samples)
+            drafting += share * _trimmed_mean([each.drafting for each in own])
+            verifying += share * _trimmed_mean([each.verifying for each in own])
+    return drafting, verifying
 
 
 def _trimmed_mean(seconds: list[float]) -> float:
-    """The mean of all but the slowest, 0 of none."""
+    """The mean of all but the slowest."""
     kept = sorted(seconds)[: max(1, round(len(seconds) * (1 - _TRIMMED)))]
-    return statistics.fmean(kept) if kept else 0.0
+    return statistics.mean(kept)

@@ -67,14 +67,16 @@ def load_tuned(path: Path) -> TunedConfig:
         raise ValueError(f"config: {path} was not written by fastspec tune")
     target, draft, spec = (record.get(name) for name in ("target", "draft", "spec"))
     is_named = isinstance(target, str) and (draft is None or isinstance(draft, str))
+    measured = record.get("measured", {})
     if (
         not is_named
+        or not isinstance(measured, dict)
         or not isinstance(spec, dict)
         or not spec.keys() <= options_of(SpecConfig).keys()
     ):
         raise ValueError(f"config: {path} must contain a target, a draft and fields of SpecConfig")
     costs = record.get("step_costs")
-    config = TunedConfig(str(target), draft, spec, costs, record.get("measured", {}))
+    config = TunedConfig(str(target), draft, spec, costs, measured)
     paced = {} if costs is None else {"schedule": "adaptive", "step_costs": costs}
     try:
         config.spec_config(**paced)

@@ -19,7 +19,6 @@ from fastspec.models.twin import twin_of
 _READ_TEXTS = 16  # texts per pass of the target
 _MOST_HASHED = 2**20  # elements of a weight
 
-
 Document = tuple[list[int], int]  # token ids, and where the part to learn begins
 
 
@@ -102,8 +101,8 @@ def split_documents(
 ) -> tuple[list[Document], list[Document]]:
     """Randomly split documents into those to train on, and those to evaluate on.
 
-    The latter have the given part of all tokens, or enough for one text of `context` tokens if that
-    is more, but at most half. A document is cut in two where that falls within it.
+    The latter have the given part of all tokens, and at least enough for one text of `context`
+    tokens, or half of all if that is less. A document is cut in two where that falls within it.
 
     Raises:
         ValueError: fewer than four tokens.
@@ -112,7 +111,8 @@ def split_documents(
     total = sum(len(ids) for ids, _ in known)
     if total < 4:
         raise ValueError("data: too little text to hold any out")
-    left = max(round(held_out * total), min(context + 1, total // 2))
+    least = min(context + 1, total // 2)
+    left = min(max(round(held_out * total), least), total - 2)
     training: list[Document] = []
     evaluated: list[Document] = []
     for place in torch.randperm(len(known), generator=torch.Generator().manual_seed(seed)).tolist():

@@ -87,11 +87,12 @@ def report_acceptance(
     """Decode held-out prompts greedily with the draft in `out`; return the acceptance, and add it
     to the record.
 
-    A prompt is the first half of a row; up to 16 prompts, with up to 64 new tokens each.
+    A prompt is the first half of a random row; up to 16 prompts, with up to 64 new tokens each.
     """
     config = EngineConfig(device=str(target.device))
     engine = Engine(target, out, spec=spec, config=config)
-    shown = held_out.take(torch.arange(len(held_out))[:_REPORT_PROMPTS])
+    order = torch.randperm(len(held_out), generator=torch.Generator().manual_seed(0))
+    shown = held_out.take(order[:_REPORT_PROMPTS])
     lengths = (shown.lengths // 2).clamp(min=1).tolist()
     prompts = [ids[:n].tolist() for ids, n in zip(shown.token_ids, lengths, strict=True)]
     max_tokens = min(_REPORT_TOKENS, engine.max_model_len - max(lengths))

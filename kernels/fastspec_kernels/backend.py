@@ -54,7 +54,8 @@ def run_checked(
     """Run `op` on the device and dtype of `tensor`; `check` raises for invalid arguments.
 
     Compiled kernels check arguments themselves, in a fraction of the time; only if one refuses does
-    `check` run, to say which argument is wrong.
+    `check` run, to say which argument is wrong. Ops that "auto" leaves to the reference are logged
+    once.
     """
     try:
         other = _other_backend(op, requested, tensor.device, tensor.dtype)
@@ -94,7 +95,7 @@ def resolve(op: str, requested: str, device: torch.device, dtype: torch.dtype | 
 
     "auto" is FASTSPEC_BACKEND if it was set at import, otherwise the compiled kernel of the device
     if there is one, otherwise Triton on a GPU, otherwise the reference. A GPU that the CUDA
-    extension was not built for is logged once, and so is each op that is left to the reference.
+    extension was not built for is logged once.
 
     Raises:
         ValueError: the name is unknown, or that backend has no kernel of this op for this device

@@ -73,10 +73,10 @@ def penalize(
         frequency_penalty: [B] float32; None or 0 = off.
         backend: "auto", "cpu", "cuda", "triton" or "reference".
     Raises:
-        ValueError: a wrong dtype, shape, device or stride, logits that require a gradient, or a
+        ValueError: a wrong dtype, shape, device or stride, logits whose gradient is recorded, or a
             backend that cannot run this; for tensors on the CPU also rows, nodes, parents, prefix
-            sums or ids that are out of range or order, and repetition penalties, before anything is
-            written.
+            sums or ids that are out of range or order, and repetition penalties that are not above
+            0, before anything is written.
 
     Token ids outside the vocabulary are ignored. No host synchronisation; safe in CUDA graphs. All
     backends give the same bits, independently of other rows. The order is that of Hugging Face and
@@ -93,8 +93,6 @@ def penalize(
 
     def check():
         check_logits("logits", logits, 2)
-        if torch.is_grad_enabled() and logits.requires_grad:
-            raise ValueError("logits: require a gradient, which edits in place would falsify")
         num_rows, vocab = logits.shape
         if num_rows > 1 and logits.stride(0) < vocab:
             raise ValueError(f"logits: the rows overlap, strides {logits.stride()}")
@@ -118,7 +116,7 @@ def penalize(
                     raise ValueError(f"repetition_penalty[{b}]: expected a number > 0, got {value}")
 
     if torch.is_grad_enabled() and isinstance(logits, Tensor) and logits.requires_grad:
-        check()
+        raise ValueError("logits: require a gradient, which edits in place would falsify")
     run_checked(
         "penalize",
         backend,

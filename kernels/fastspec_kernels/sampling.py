@@ -37,7 +37,7 @@ def row_stats(
         logits: [R, V] float32, bfloat16 or float16, any row stride; -inf = probability 0.
         temperature: [R] float32, contiguous, >= 0; inf = uniform over the finite logits; None = 1.
             Logits further than 3.4e38 below the best count as -inf, on Triton at any temperature,
-            on the CPU unless it is inf; there temperatures from 0 to 4.3e-39 act as the latter.
+            on the CPU unless it is inf; there temperatures in (0, 4.3e-39) act as 4.3e-39.
         top_k: [R] int32, contiguous; <= 0, >= V or None = off.
         top_p: [R] float32, contiguous; >= 1, NaN or None = off, <= 0 keeps only the largest logit.
         min_p: [R] float32, contiguous; <= 0, NaN or None = off, >= 1 keeps only the largest logit.

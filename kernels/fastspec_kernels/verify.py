@@ -75,8 +75,8 @@ def verify_chain(
         method: "standard" or "block".
         draft_logsumexp: [B, K] float32, contiguous, logsumexp of the draft rows from `row_stats`.
             With it only the draft row at the first rejection is read, and only that one can be
-            found invalid. It is rounded to float32, so draft probabilities are off by a factor of
-            1 plus or minus its last digit: 1e-7 times its size. "standard" only.
+            found invalid. It is rounded to float32, so draft probabilities have a relative error of
+            up to 1e-7 times its magnitude. "standard" only.
         draft_token_map: [V] int32, contiguous, the column of each target token in the draft rows; a
             number outside 0..draft V - 1 means that the drafter does not have the token. None =
             column x for token x, and draft probability 0 from draft V on.

@@ -63,6 +63,16 @@ def test_a_run_of_another_kind_is_told_and_not_compared(invoke, pair, stored, tm
     assert "line 1, drafting: expected an object with method and" in result.stderr
 
 
+def test_outputs_of_another_target_are_noted(invoke, pair, stored):
+    file, _ = stored
+    assert "outputs of the target" not in invoke("simulate", file, *pair).stderr
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    assert {row["target"] for row in rows} == {str(pair[1])}
+    others = [json.dumps(row | {"target": "another"}) for row in rows]
+    file.write_text("\n".join(others), encoding="utf-8")
+    assert "outputs of the target another, not of" in invoke("simulate", file, *pair).stderr
+
+
 def test_printed_tensors_with_the_limit_of_their_run(invoke, pair, stored, tmp_path):
     """The texts ran to their end of 30 tokens; of a run with 40 they ended by themselves."""
     file, lives = stored

@@ -6,6 +6,7 @@ import pytest
 
 from fastspec import Engine, SamplingParams, SpecConfig
 from fastspec.config import EngineConfig
+from fastspec.tools import tune
 from fastspec.tools.formulas import expected_tokens, speed_up
 from fastspec.tools.tune import Measurement, Plan, Planner, k_matrices_to_try
 from fastspec.tools.tuned import TunedConfig, load_tuned, save_tuned, spec_fields
@@ -14,6 +15,7 @@ from ..models import perturbed
 from .eagle3_models import write_folder
 
 PROMPTS = [[1, 2, 3], list(range(5, 22))]
+SAMPLES = ((0.0, 1.0, False), (3.0, 3.0, True), (9.0, 9.0, False))
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +62,28 @@ def test_costs_are_measured_alone(model, planner):
     assert measured.lengths == [0, 1, 2]
     assert measured.tokens_per_pass == {}
     assert measured.draft_cost() > 0
+
+
+def test_plain_steps_are_those_of_plain_decoding(model, planner, monkeypatch):
+    """Not the pauses of a drafter; and the target's reading of a prompt is that without one."""
+    run = Planner._run
+
+    def noted(self, engine, prompt):
+        laps, output = run(self, engine, prompt)
+        seconds = 3.0 if engine is self._plain else 5.0
+        return [dict.fromkeys(lap, seconds) for lap in laps], output
+
+    monkeypatch.setattr(Planner, "_run", noted)
+    measured, _ = planner.measure_costs(SpecConfig("draft_model", 2), model)
+    assert measured.step_seconds(0) == 9.0
+    assert measured.step_seconds(1) == measured.step_seconds(2) == 15.0
+    assert measured.start_seconds == (3.0, 5.0)
+
+
+def test_few_steps_with_drafts_are_not_taken_for_disturbances():
+    cheap, dear, disturbed = (tune._Sample(*each) for each in SAMPLES)
+    assert tune._typical([cheap] * 9 + [dear]) == pytest.approx((0.3, 1.2))
+    assert tune._typical([cheap] * 9 + [disturbed]) == pytest.approx((0.0, 1.0))
 
 
 def test_the_best_drafter_and_length_are_chosen(planner):

@@ -63,6 +63,21 @@ def test_what_cuda_has_no_kernel_of_goes_to_triton(two_gpus, monkeypatch, caplog
     assert backend.resolve("sample", "auto", NEW) == "reference"
 
 
+def test_what_the_reference_runs_by_default_is_said_once(monkeypatch, caplog):
+    monkeypatch.setattr(library, "has_kernel", lambda op, device_type: False)
+    backend._resolved_once.cache_clear()
+    backend._say_once.cache_clear()
+    arguments = "linear", "auto", torch.device("cpu"), torch.float32
+    with caplog.at_level(logging.WARNING):
+        assert backend._resolved_once("linear", "reference", *arguments[2:]) == "reference"
+        assert caplog.records == []
+        for _ in range(2):
+            assert backend._resolved_once(*arguments) == "reference"
+    [record] = caplog.records
+    assert "no kernel of linear for a cpu tensor; the slow reference runs" in record.getMessage()
+    backend._resolved_once.cache_clear()
+
+
 def test_whoever_asks_is_told(two_gpus, monkeypatch):
     assert fastspec_kernels.backend_of("verify_tree", NEW) == "cuda"
     assert fastspec_kernels.backend_of("verify_tree", OLD, "cuda") is None

@@ -351,6 +351,9 @@ def test_held_out_tokens_are_in_no_text_to_train_on():
     for seed in range(3):
         (first,), (last,) = split_documents([([*range(40)], 30)], 0.1, 19, seed)
         assert (first, last) == (([*range(20)], 30), ([*range(20, 40)], 10))
+    for share in (0.9, 0.999):
+        training, _ = split_documents(documents, share, 3, seed=0)
+        assert sum(len(ids) for ids, _ in training) == max(2, round(100 * (1 - share)))
     with pytest.raises(ValueError, match="data: too little text"):
         split_documents([([1, 2, 3], 1), ([], 1)], 0.5, 8, 0)
 
@@ -358,7 +361,8 @@ def test_held_out_tokens_are_in_no_text_to_train_on():
 def test_documents_begin_as_prompts_do(tmp_path):
     tokenizer, text, lines = byte_tokenizer(), tmp_path / "a.txt", tmp_path / "a.jsonl"
     text.write_text("ab")
-    answer = {"prompt_ids": [5, 6], "token_ids": [7], "text": "whatever", "messages": []}
+    answer = {"prompt_ids": [5, 6], "token_ids": [7], "messages": []}
+    answer["text"] = tokenizer.decode([5, 6, 7])
     lines.write_text(json.dumps({"text": "ab"}) + "\n" + json.dumps(answer))
     plain = tokenizer("ab")["input_ids"]
     files = [text, lines]
@@ -370,6 +374,13 @@ def test_documents_begin_as_prompts_do(tmp_path):
     tokenizer.backend_tokenizer.post_processor = in_front
     found = [*_documents(files, tokenizer, VOCAB_SIZE)]
     assert found == [([begin, *plain], 1), ([begin, *plain], 1), ([5, 6, 7], 2)]
+
+
+def test_ids_of_another_tokenizer_are_refused(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps({"prompt_ids": [5, 6], "token_ids": [7], "text": "of others"}))
+    with pytest.raises(ValueError, match=r"line 1: .* ids, which are of another tokenizer"):
+        [*_documents([file], byte_tokenizer(), VOCAB_SIZE)]
 
 
 @pytest.mark.parametrize("beside", [{"prompt": "a"}, {"messages": []}])
