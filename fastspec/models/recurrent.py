@@ -51,8 +51,10 @@ class _Kind:
 
     Attributes:
         cache_name: name of the argument that takes the cache.
-        reads_on: whether several tokens in one call give the same state as one by one; some of
-            transformers' modules then start from an empty state.
+        reads_on: whether a call of several tokens goes on from the state before them; some of
+            transformers' modules then start from an empty one.
+        reads_drafts: whether it also gives what one by one gives, up to float32's rounding, so that
+            a text does not depend on what is drafted.
         first: children, all linear, that receive the module's input unchanged.
         last: the linear child whose output is the module's, if there is one.
         of_prompt: the forward pass over tokens of a prompt, if time steps are limited.
@@ -60,6 +62,7 @@ class _Kind:
 
     cache_name: str
     reads_on: bool
+    reads_drafts: bool
     first: tuple[str, ...]
     last: str | None
     of_prompt: Callable[..., Tensor] | None
@@ -155,7 +158,8 @@ class RecurrentLayers:
 
         def run(layer: Any, start: int, end: int, is_prompt: bool) -> None:
             nonlocal first, place
-            step = end - start if kind.reads_on or not start else 1
+            at_once = not start or (kind.reads_on if is_prompt else kind.reads_drafts)
+            step = end - start if at_once else 1
             for _ in range(start, end, step or 1):
                 place = slice(first, first + step)
                 first += step
@@ -174,10 +178,9 @@ class RecurrentLayers:
                 if layer is None:
                     layer = reading.states[index] = _copied(self._unused[index])
                 start, end = span.start, span.start + settled
-                if kind.of_prompt is not None and start < span.first_read_len:
-                    start = min(span.first_read_len, end)
-                    run(layer, span.start, start, True)
-                run(layer, start, end, False)
+                prompt_end = min(max(start, span.first_read_len), end)
+                run(layer, start, prompt_end, True)
+                run(layer, prompt_end, end, False)
                 if reading.beyond is not None:  # follows the prompt, which is settled
                     layer = reading.beyond[index] = _copied(layer)
                     run(layer, end, span.start + span.count, False)
@@ -193,7 +196,7 @@ class RecurrentLayers:
                 steps in a way that is not known.
         """
         cache_name, module_name = _cache_name(module), type(module).__name__
-        kind = _Kind(cache_name, True, (), None, _forward_of_prompt(module))
+        kind = _Kind(cache_name, True, True, (), None, _forward_of_prompt(module))
         before, after = trial.chunk(2, dim=1)
         calls: list[tuple[set[str], set[str]]] = []
 
@@ -225,17 +228,31 @@ class RecurrentLayers:
 
         one_by_one = _copied(self._unused[module.layer_idx])
         call(one_by_one, before)
-        at_once = _copied(one_by_one)
+        settled, at_once = _copied(one_by_one), _copied(one_by_one)
         singles = torch.cat([call(one_by_one, token) for token in after.split(1, dim=1)], dim=1)
         several = call(at_once, after)
-        # Also for 16 bits: a state that is dropped may matter as little as their rounding does.
-        tolerance = torch.finfo(torch.float32).eps ** 0.5
-        pairs = zip([several, *_tensors(at_once)], [singles, *_tensors(one_by_one)], strict=True)
-        # With zeros, both ways agree whatever they compute.
-        reads_on = all(bool(b.any() and (a - b).norm() <= tolerance * b.norm()) for a, b in pairs)
+        results = [several, *_tensors(at_once)]
+        pairs = [*zip(results, [singles, *_tensors(one_by_one)], strict=True)]
+
+        def agrees(dtype: torch.dtype) -> bool:  # with zeros, both ways do whatever they compute
+            tolerance = torch.finfo(dtype).eps ** 0.5
+            return all(b.any() and (a - b).norm() <= tolerance * b.norm() for a, b in pairs)
+
+        def uses(state: int) -> bool:  # a state may matter so little that dropping it still agrees
+            layer = _copied(settled)
+            _tensors(layer)[state].zero_()
+            others = [call(layer, after), *_tensors(layer)]
+            return not all(map(torch.equal, others, results))
+
+        reads_on = agrees(trial.dtype) and all(map(uses, range(len(_tensors(settled)))))
+        reads_drafts = reads_on and agrees(torch.float32)
         first, last = (set.intersection(*sets) for sets in zip(*calls, strict=True))
         return replace(
-            kind, reads_on=reads_on, first=tuple(sorted(first)), last=next(iter(last), None)
+            kind,
+            reads_on=reads_on,
+            reads_drafts=reads_drafts,
+            first=tuple(sorted(first)),
+            last=next(iter(last), None),
         )
 
 
