@@ -33,7 +33,7 @@ from fastspec.engine.turn import Turn
 from fastspec.engine.verify import prefill, verify
 from fastspec.models.cache_size import cache_blocks, model_len
 from fastspec.models.chat import chat_prompt_ids
-from fastspec.models.loading import eos_token_ids, load_model, load_tokenizer
+from fastspec.models.loading import eos_token_ids, load_model, load_tokenizer, pad_token_ids
 from fastspec.models.model_kinds import check_same_kind, paged_model_of, prefix_obstacle
 from fastspec.models.named import usual_spec
 from fastspec.models.runner import runner_of
@@ -95,6 +95,7 @@ class Engine:
             tokenizer = load_tokenizer("target", target)
         self.tokenizer = tokenizer
         self._generation_config = getattr(model, "generation_config", None)
+        self._pad_ids = pad_token_ids(model, tokenizer)
         if not self._applies_generation_config:
             warn_of_unapplied(model, tokenizer)
         check_options(model, spec, config)
@@ -160,7 +161,7 @@ class Engine:
             ValueError: a prompt or parameter cannot be used, which of several is said at the end;
                 no request has been started.
         """
-        prompt_list = as_prompt_list(prompts)
+        prompt_list = as_prompt_list(prompts, pad_ids=self._pad_ids)
         if generation_config is not None:
             require("params", params, params is None, "None with generation_config")
             for place, prompt in enumerate(prompt_list):
@@ -237,7 +238,7 @@ class Engine:
         event belongs to and, with n > 1, `event.index` which sample. Leaving the loop early aborts
         unfinished requests. Prompts and params are as for `generate`.
         """
-        prompt_list = as_prompt_list(prompt, "prompt")
+        prompt_list = as_prompt_list(prompt, "prompt", pad_ids=self._pad_ids)
         samples: list[dict[int, RequestOutput]] = [{} for _ in prompt_list]
         return self._calls.run(prompt_list, as_params_list(params, len(prompt_list)), samples)
 

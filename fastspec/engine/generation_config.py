@@ -8,7 +8,7 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from fastspec.config import SamplingParams
-from fastspec.models.loading import eos_ids_in, eos_token_ids
+from fastspec.models.loading import eos_token_ids, ids_in
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ def warn_of_unapplied(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
             f"target: the generation_config of {name} changes the text of generate, but not that of"
             f" requests, unless they ask for it: {', '.join(unapplied)}"
         )
-    others = eos_ids_in(model.config) or eos_ids_in(tokenizer)
+    others = ids_in(model.config) or ids_in(tokenizer)
     if others and not eos_token_ids(model):
         _warn_once(
             f"target: the generation_config of {name} has no eos_token_id, so no token ends a text,"

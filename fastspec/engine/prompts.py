@@ -1,6 +1,6 @@
 """Normalises the accepted forms of prompts to texts and lists of ids."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,23 +17,26 @@ _SEVERAL = f"{_ONE}, or a list of such prompts"
 
 
 def as_prompt_list(
-    prompts: Any, name: str = "prompts", one: str = "prompt"
+    prompts: Any, name: str = "prompts", one: str = "prompt", pad_ids: Collection[int] = ()
 ) -> list[str | list[int]]:
     """Return one or several prompts, each as a text or a list of unchecked ids.
 
+    Args:
+        pad_ids: ids that at the ends of a batch's rows can only be padding.
     Raises:
-        ValueError: not a supported form; the message begins with `name`, with `one` for a prompt in
-            a list, or with the key of a mapping.
+        ValueError: not a supported form, or padding without a mask; the message begins with `name`,
+            with `one` for a prompt in a list, or with the key of a mapping.
     """
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, Mapping):
-        return _of_mapping(prompts, one)
+        return _of_mapping(prompts, one, pad_ids)
     is_array = isinstance(prompts, (Tensor, np.ndarray))
     several: list[Any] = _rows(name, prompts) if is_array else _as_list(name, prompts, _SEVERAL)
     if not several:
         raise ValueError(f"{name}: the list is empty")
     if is_array:
+        _refuse_padding(name, several, pad_ids)
         return several
     is_batch = isinstance(several[0], (Sequence, Mapping, Tensor, np.ndarray))
     if not is_batch:
@@ -87,7 +90,9 @@ def as_conversations(messages: Any) -> list[list[Message]]:
     return conversations
 
 
-def _of_mapping(prompt: Mapping[str, Any], name: str) -> list[str | list[int]]:
+def _of_mapping(
+    prompt: Mapping[str, Any], name: str, pad_ids: Collection[int]
+) -> list[str | list[int]]:
     given = [key for key in _KEYS if key in prompt]
     if len(given) != 1:
         raise ValueError(f"{name}: expected one of the keys {_KEYS}, got {[*prompt]}")
@@ -103,7 +108,20 @@ def _of_mapping(prompt: Mapping[str, Any], name: str) -> list[str | list[int]]:
             raise ValueError(f"prompt: expected a text, got {type(value).__name__}")
         return [value]
     rows = _rows(key, value)
-    return [*rows] if mask is None else [*_unmasked(rows, mask)]
+    if mask is not None:
+        return [*_unmasked(rows, mask)]
+    _refuse_padding(key, rows, pad_ids)
+    return [*rows]
+
+
+def _refuse_padding(name: str, rows: list[list[int]], pad_ids: Collection[int]) -> None:
+    for place, row in enumerate(rows):
+        if len(rows) > 1 and not {*row[:1], *row[-1:]}.isdisjoint(pad_ids):
+            raise ValueError(
+                f"{name}: row {place} begins or ends with padding, token {row[0]} or {row[-1]},"
+                " which would be read as text; give the tokenizer's output with its attention_mask,"
+                " or lists of ids"
+            )
 
 
 def _unmasked(rows: list[list[int]], mask: Any) -> list[list[int]]:

@@ -199,12 +199,22 @@ def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
     They are those of its generation_config: none if it has none, whatever its config or tokenizer
     says.
     """
-    return eos_ids_in(getattr(model, "generation_config", None) or model.config)
+    return ids_in(getattr(model, "generation_config", None) or model.config)
 
 
-def eos_ids_in(holder: Any) -> frozenset[int]:
-    """Return the eos_token_id of a config or tokenizer, which may be none, one or several."""
-    ids = getattr(holder, "eos_token_id", None)
+def pad_token_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
+    """Return the ids that mean nothing but padding; none if texts begin or end with them too."""
+    holders = (getattr(model, "generation_config", None), model.config, tokenizer)
+    pads, begins, ends = (
+        frozenset[int]().union(*(ids_in(holder, f"{name}_token_id") for holder in holders))
+        for name in ("pad", "bos", "eos")
+    )
+    return pads - begins - ends
+
+
+def ids_in(holder: Any, name: str = "eos_token_id") -> frozenset[int]:
+    """Return a token id of a config or tokenizer, which may be none, one or several."""
+    ids = getattr(holder, name, None)
     ids = ids.tolist() if isinstance(ids, torch.Tensor) else ids
     if ids is None:
         return frozenset()

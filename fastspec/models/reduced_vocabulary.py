@@ -42,6 +42,11 @@ class ReducedHead(nn.Module):
         self.register_buffer("token_ids", token_ids)
         self.out_features = vocab_size
 
+    @property
+    def weight(self) -> Tensor:
+        """[R, E]; some models, such as Mamba, read the dtype of a head's weight."""
+        return self.linear.weight
+
     def forward(self, hidden: Tensor) -> Tensor:
         known = self.linear(hidden)
         if self.training or not self.is_spread:

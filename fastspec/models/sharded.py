@@ -122,14 +122,20 @@ def ranks_of(model: PreTrainedModel) -> Ranks | None:
     """
     if not (distributed.is_available() and distributed.is_initialized()):
         return None
-    from torch.distributed.tensor import DTensor  # slow to import
+    from torch.distributed.fsdp import FSDPModule  # slow to import, as the next one
+    from torch.distributed.tensor import DTensor
 
     meshes = {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}
     if not meshes:
         return None
     mesh, *others = meshes
     names = sorted({name for each in meshes for name in each.mesh_dim_names or ("",)})
-    if others or mesh.ndim > 1 or "fsdp" in names:
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise ValueError(
+            f"target: {type(model).__name__} is wrapped by FSDP, not supported; load it whole, or"
+            " with transformers' tensor parallelism"
+        )
+    if others or mesh.ndim > 1:
         raise ValueError(
             f"target: the weights of {type(model).__name__} are split over the dimensions {names}"
             " of a mesh of processes; only tensor parallelism over one is supported"

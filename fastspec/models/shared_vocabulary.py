@@ -6,7 +6,6 @@ output is exact at any temperature (Timor et al., arXiv 2502.05202).
 
 import logging
 from collections.abc import Mapping, Sequence
-from copy import copy
 from typing import Any, cast
 
 import torch
@@ -21,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 Spelling = str | bytes  # a special token's name, any other token's bytes
 _FIELD = "num_shared_tokens"  # field of a draft's configuration
+_PER_LAYER = "embed_tokens_per_layer"  # Gemma's embeddings of tokens for each layer
 _SPACE = "\u2581"  # in SentencePiece
 # Bytes by the characters that byte-level tokenizers such as GPT-2's write for them.
 BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
@@ -44,9 +44,10 @@ def with_vocabulary_of(
         ValueError: the tokenizers share no token, or the draft model's head has a bias.
     """
     theirs, ours = spellings(target), spellings(own)
-    embeddings: Any = draft.get_input_embeddings()
-    head: Any = draft.get_output_embeddings()
-    num_known = min(len(embeddings.weight), len(head.weight))
+    twin, head = copy_of_modules(draft), cast(Any, draft.get_output_embeddings())
+    tables: list[Any] = [twin.get_input_embeddings()]
+    tables += [part for name, part in twin.named_modules() if name.endswith(_PER_LAYER)]
+    num_known = min(len(part.weight) for part in (*tables, head))
     known = {index: spelling for index, spelling in ours.items() if index < num_known}
     id_of = {spelling: index for index, spelling in sorted(known.items(), reverse=True)}
     pairs = {index: id_of[spelling] for index, spelling in theirs.items() if spelling in id_of}
@@ -67,24 +68,26 @@ def with_vocabulary_of(
         len(pairs),
         vocab_size,
     )
-    twin = copy_of_modules(draft)
-    device = embeddings.weight.device
+    device = head.weight.device
     kept = torch.tensor([*pairs], device=device)
     rows = torch.tensor([*pairs.values()], device=device)
-    weight = embeddings.weight.new_zeros((vocab_size, embeddings.weight.shape[1]))
-    with torch.no_grad():
-        for index in theirs.keys() - pairs.keys():
-            if index < vocab_size and (pieces := _pieces(theirs[index], id_of)):
-                weight[index] = embeddings.weight[pieces].float().mean(0).to(weight.dtype)
-        weight[kept] = embeddings.weight[rows]
-    reads = copy(embeddings)
-    reads._parameters = {"weight": nn.Parameter(weight, requires_grad=False)}
-    reads.num_embeddings, reads.padding_idx = vocab_size, None
-    twin.set_input_embeddings(reads)
+    missing = {i: _pieces(theirs[i], id_of) for i in theirs.keys() - pairs.keys() if i < vocab_size}
+    for table in tables:
+        own_rows = table.weight
+        weight = own_rows.new_zeros((vocab_size, own_rows.shape[1]))
+        with torch.no_grad():
+            for index, pieces in missing.items():
+                if pieces:
+                    weight[index] = own_rows[pieces].float().mean(0).to(weight.dtype)
+            weight[kept] = own_rows[rows]
+        table._parameters = {"weight": nn.Parameter(weight, requires_grad=False)}
+        table.num_embeddings, table.padding_idx = vocab_size, None
     twin.set_output_embeddings(ReducedHead(head.weight.detach()[rows], kept, vocab_size))
     text_config: Any = twin.config.get_text_config(decoder=True)
     setattr(text_config, _FIELD, len(pairs))
     text_config.vocab_size, text_config.tie_word_embeddings = vocab_size, False
+    if len(tables) > 1:
+        text_config.vocab_size_per_layer_input = vocab_size
     return twin.train(draft.training)
 
 
@@ -92,7 +95,8 @@ def spellings(tokenizer: PreTrainedTokenizerBase) -> dict[int, Spelling]:
     """Return the spelling of each token, however its tokenizer writes spaces and bytes."""
     vocab = tokenizer.get_vocab()
     special = set(tokenizer.all_special_ids)
-    is_byte_level = any(token.startswith("\u0120") for token in vocab)
+    first = {token[:1] for token in vocab}  # Gemma's tokens have "\u0120" as an ordinary character
+    is_byte_level = "\u0120" in first and _SPACE not in first
     found: dict[int, Spelling] = {}
     for token, index in vocab.items():
         if index in special:

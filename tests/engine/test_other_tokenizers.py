@@ -1,5 +1,6 @@
 """Draft models with another tokenizer draft the tokens that both have, losslessly."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec.models.shared_vocabulary import spellings, with_vocabulary_of
 
+from ..architectures import config_of, random_decoder
 from ..models import VOCAB_SIZE, byte_tokenizer, perturbed, random_model
 from .glide_models import make_glide
 from .helpers import ALPHA, FILTERED, hugging_face_greedy, p_value, small_model
@@ -38,8 +40,8 @@ def renumbered(model):
     rows[0] = 256
     draft = perturbed(model, 0.0)
     with torch.no_grad():
-        for part in (draft.get_input_embeddings(), draft.get_output_embeddings()):
-            part.weight[: len(rows)] = part.weight[rows].clone()
+        for weight in {id(w): w for w in draft.parameters() if len(w) == VOCAB_SIZE}.values():
+            weight[: len(rows)] = weight[rows].clone()
     return draft
 
 
@@ -80,6 +82,20 @@ def test_the_same_model_under_other_ids_is_always_right(folders):
     assert f"drafting 257 of {VOCAB_SIZE} tokens" in repr(engine)
 
 
+@pytest.mark.parametrize("kind", ["gemma3n_text", "gemma4_text", "mamba"])
+def test_models_that_read_ids_or_their_head_elsewhere(kind, tmp_path):
+    """Gemma has embeddings for each layer, Mamba asks for the dtype of its head."""
+    sizes = {"vocab_size": VOCAB_SIZE, "eos_token_id": 256}
+    if kind != "mamba":
+        sizes |= {"vocab_size_per_layer_input": VOCAB_SIZE, "hidden_size_per_layer_input": 8}
+    target = random_decoder(config_of(kind, **sizes))
+    renumbered(target).save_pretrained(tmp_path)
+    other_tokenizer().save_pretrained(tmp_path)
+    engine = Engine(target, tmp_path, tokenizer=byte_tokenizer())
+    engine.generate(PROMPTS, replace(GREEDY, allowed_token_ids=range(256)))
+    assert engine.stats.acceptance_rate == 1.0
+
+
 def stub(*tokens):
     vocab = {token: index for index, token in enumerate(tokens)}
     return SimpleNamespace(get_vocab=lambda: vocab, all_special_ids=[], eos_token_id=None)
@@ -112,6 +128,8 @@ def test_spellings_of_different_tokenizers_agree():
     byte_level = stub("\u0120the", "\u010a", "\u00c3\u00a9")
     expected = {0: b" the", 1: b"\n", 2: "\u00e9".encode()}
     assert spellings(sentencepiece) == spellings(byte_level) == expected
+    gemma = stub("\u2581the", "\n", "\u00e9", "\u0120")
+    assert spellings(gemma) == expected | {3: "\u0120".encode()}
     named = stub("<s>", "a")
     named.all_special_ids = [0]
     assert spellings(named) == {0: "<s>", 1: b"a"}

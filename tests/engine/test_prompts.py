@@ -7,7 +7,7 @@ from transformers import BatchEncoding, GenerationConfig
 
 from fastspec import Engine, SamplingParams
 
-from ..models import byte_tokenizer
+from ..models import EOS_ID, byte_tokenizer, random_model
 from .helpers import finish
 
 GREEDY = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
@@ -51,6 +51,21 @@ def test_forms_of_prompts(engine, prompts, expected):
     outputs = engine.generate(prompts, GREEDY)
     assert [list(output.prompt_token_ids) for output in outputs] == expected
     assert all(type(token_id) is int for output in outputs for token_id in output.prompt_token_ids)
+
+
+@pytest.mark.parametrize(("row", "name"), [(-1, "prompts"), (0, "prompts"), (0, "input_ids")])
+def test_padding_without_a_mask(row, name):
+    """Unless texts begin or end with the token too."""
+    model = random_model("llama", pad_token_id=0)
+    rows = torch.tensor([[5, 6, 7], [5, 6, 7]])
+    rows[1, row] = 0
+    prompts = rows if name == "prompts" else {name: rows}
+    with pytest.raises(ValueError, match=f"^{name}: row 1 begins or ends with padding, token"):
+        Engine(model).generate(prompts, GREEDY)
+    assert len(Engine(model).generate(rows.tolist(), GREEDY)) == 2
+    assert Engine(model).generate(rows[1:], GREEDY)[0].prompt_token_ids == tuple(rows[1].tolist())
+    model.generation_config.eos_token_id = [EOS_ID, 0]
+    assert len(Engine(model).generate(prompts, GREEDY)) == 2
 
 
 @pytest.mark.parametrize("prompt", [torch.tensor([1, 2]), {"prompt_token_ids": np.array([[1, 2]])}])

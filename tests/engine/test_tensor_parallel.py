@@ -51,7 +51,7 @@ def test_two_ranks_write_what_one_process_writes(tmp_path):
         assert first[f"{name} 0.0"] == expected["none 0.0"]
         assert first[f"{name} 0.9"] != expected["none 0.9"]
     assert "is split over processes; each needs a whole draft model" in first["split draft"]
-    assert "over the dimensions ['fsdp'] of a mesh of processes; only tensor" in first["fsdp"]
+    assert "FSDPLlamaForCausalLM is wrapped by FSDP, not supported" in first["fsdp"]
     assert "an encoder-decoder split over processes" in first["encoder-decoder"]
     assert "'waiting' differs: rank 0 has [('request-1'," in first["lonely"]
     assert "'call' differs: rank 0 has 'step'; rank 1 has 'add_corpus'" in first["lonely corpus"]

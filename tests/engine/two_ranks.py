@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.distributed import DistributedConfig
@@ -152,9 +153,7 @@ def refusals(model, folder, plan):
     split = distribute_tensor(norm.weight.data, weight.device_mesh, [Replicate()])
     norm.weight = torch.nn.Parameter(split)
     fsdp = AutoModelForCausalLM.from_pretrained(folder / "draft")
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
-    split = distribute_tensor(fsdp.model.norm.weight.data, mesh, [Replicate()])
-    fsdp.model.norm.weight = torch.nn.Parameter(split)
+    fully_shard(fsdp, mesh=init_device_mesh("cpu", (2,)))
     tried = {
         "fsdp": partial(Engine, fsdp),
         "split draft": partial(Engine, model, split_draft),
