@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.gpu.report import page_of
+from benchmarks.llama_report import llama_cpp, llama_server, median_speeds
 from benchmarks.serving_report import (
     agents,
     batches,
@@ -249,48 +250,6 @@ def smollm2(runs: list[dict]) -> str:
     return "\n".join([meaning, "", *lines, "", *(f"- {note}" for note in notes)])
 
 
-def llama_cpp(runs: list[dict]) -> str:
-    """Table of the peer's speeds and ours, medians of the rounds of one run."""
-    names = {
-        "fastspec": "fastspec, plain",
-        "llama_cpp": "llama.cpp (`llama-bench`)",
-        "hugging_face": "Hugging Face `generate`",
-        "one_read": "one read of the weights per token",
-    }
-    lines = table_head("tokens per second", *(run["dtype"] for run in runs))
-    for name, label in names.items():
-        medians = (median_speeds(run)[name] for run in runs)
-        lines.append(table_row(label, *(f"{speed:.1f}" for speed in medians)))
-    lines.append(
-        table_row("fastspec / llama.cpp", *(f"**{r['ratio_to_llama_cpp']:.2f}x**" for r in runs))
-    )
-    places = sorted({f"{run['llama_cpp']}. {where(run)}" for run in runs})
-    return "\n".join([*lines, "", "`python -m benchmarks.llama_cpp`, alternating rounds.", *places])
-
-
-def median_speeds(record: dict) -> dict[str, float]:
-    return {name: statistics.median(rounds) for name, rounds in record["tokens_per_s"].items()}
-
-
-def llama_server(record: dict) -> str:
-    """Table of every drafter that both were run with, medians of the rounds, the fastest first."""
-    medians = median_speeds(record)
-    best = " over ".join(name.replace("_", " with ") for name in record["best"].values())
-    lines = [
-        f"Greedy answers to the {record['num_prompts']} bundled questions,"
-        f" {record['tokens']} tokens each, {record['dtype']}. The best of each,"
-        f" {best}: **{record['ratio_of_the_best']:.2f}x**.",
-        "",
-        *table_head("engine and drafter", "tokens per second", "vs. its plain decoding"),
-    ]
-    for name, speed in sorted(medians.items(), key=lambda pair: -pair[1]):
-        plain = medians["fastspec plain" if name.startswith("fastspec") else "llama.cpp none"]
-        shown = name.replace("_", " with ")
-        lines.append(table_row(shown, f"{speed:.1f}", f"{speed / plain:.2f}x"))
-    command = "`python -m benchmarks.llama_server`, alternating rounds."
-    return "\n".join([*lines, "", command, f"{record['llama_cpp']}. {where(record)}"])
-
-
 def end_to_end(record: dict) -> str:
     """Table and conditions of one `fastspec bench` run."""
     rows = record["results"]
@@ -397,6 +356,13 @@ def same_ids(record: dict) -> str:
         method += name.removeprefix(name.split(",")[0])
         equal = f"{row['equal']} of {num_prompts}"
         lines.append(table_row(method, equal, f"{row['tokens_per_step']:.2f}"))
+    if bounds := record.get("most_by_copies"):
+        of_kinds = ", ".join(f"{kind} {most:.2f}" for kind, most in bounds.items())
+        lines += [
+            "",
+            "A method that copied from the text alone, as `prompt_lookup` does, and always knew the"
+            f" best place, would write this many tokens per target step: {of_kinds}.",
+        ]
     return "\n".join([*lines, "", where(record)])
 
 

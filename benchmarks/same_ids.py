@@ -1,15 +1,20 @@
 """SmolLM2's greedy ids in float32 by all methods that have a draft for it, beside `generate`'s.
 
 `python -m benchmarks.same_ids` decodes the bundled chat prompts with each method and appends a
-record; `python -m benchmarks.report` prints it. SmolLM2 has to be fetched. Nothing is timed, so
-what else runs on the machine does not matter. Words given on the command line choose the methods
-that contain one of them, and then nothing is recorded. `--draft DIR` names a plain draft that
-`fastspec train draft` made for SmolLM2; without it the methods that need one are left out.
+record; `python -m benchmarks.report` prints it. The record also says how many tokens a step could
+write at most with copies from the text, for each kind of prompt. SmolLM2 has to be fetched. Nothing
+is timed, so what else runs on the machine does not matter. Words given on the command line choose
+the methods that contain one of them, and then nothing is recorded. `--draft DIR` names a plain
+draft that `fastspec train draft` made for SmolLM2; without it the methods that need one are left
+out.
 """
 
 import argparse
 import json
 import sys
+from collections import Counter
+from collections.abc import Sequence
+from itertools import takewhile
 
 import torch
 from tqdm import tqdm
@@ -18,6 +23,7 @@ from benchmarks import harness
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec.cli.prompts import bundled_prompts, tokenize_prompts
 from fastspec.models.loading import load_model, load_tokenizer
+from fastspec.models.named import ASSETS
 from fastspec.tools.bench import describe_environment
 
 RECORDS = harness.RESULTS / "same_ids.jsonl"
@@ -80,6 +86,40 @@ def compared(
     return {"equal": equal, "tokens_per_step": per_step}
 
 
+def num_equal(ids: Sequence[int], others: Sequence[int]) -> int:
+    """How many ids at the beginnings are equal."""
+    pairs = zip(ids, others, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def steps_with_best_copies(prompt: Sequence[int], new_ids: Sequence[int]) -> int:
+    """Target steps for `new_ids` if each copies from the best place before it in the text.
+
+    Copies begin where the token before occurs once more, as those of drafters do, and go as far as
+    they are right, so that no choice of places needs fewer steps.
+    """
+    text, place, steps = [*prompt, *new_ids], len(prompt), 0
+    while place < len(text):
+        rest = text[place:]
+        copies = (text[at:] for at in range(1, place) if text[at - 1] == text[place - 1])
+        place += 1 + max((num_equal(copy, rest) for copy in copies), default=0)
+        steps += 1
+    return steps
+
+
+def most_by_copies(
+    texts: list[str], prompts: list[list[int]], new_ids: list[list[int]]
+) -> dict[str, float]:
+    """Tokens per step with the best copies, for each kind of bundled prompt."""
+    lines = (ASSETS / "chat-prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    kind_of = {each["prompt"]: each["kind"] for each in map(json.loads, lines)}
+    tokens, steps = Counter(), Counter()
+    for text, prompt, ids in zip(texts, prompts, new_ids, strict=True):
+        tokens[kind_of[text]] += len(ids)
+        steps[kind_of[text]] += steps_with_best_copies(prompt, ids)
+    return {kind: round(tokens[kind] / steps[kind], 2) for kind in tokens}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("words", nargs="*", help="of the methods to compare; by default all")
@@ -96,7 +136,8 @@ def main() -> None:
             if not any(word in name for name in specs):
                 parser.error(f"words: no method contains {word!r} (some need --draft)")
     tokenizer = load_tokenizer("target", TARGET)
-    prompts = tokenize_prompts(tokenizer, bundled_prompts(options.num_prompts, chat=True), True)
+    texts = bundled_prompts(options.num_prompts, chat=True)
+    prompts = tokenize_prompts(tokenizer, texts, True)
     expected = of_generate(TARGET, prompts, options.max_tokens)
     methods = {}
     for name, spec in specs.items():
@@ -111,6 +152,7 @@ def main() -> None:
         "num_prompts": len(prompts),
         "num_tokens": sum(map(len, expected)),
         "methods": methods,
+        "most_by_copies": most_by_copies(texts, prompts, expected),
         **describe_environment(),
     }
     if options.words:

@@ -4,6 +4,7 @@ import pytest
 
 from benchmarks import report, same_ids
 from fastspec import Engine, SpecConfig
+from fastspec.cli.prompts import bundled_prompts
 from fastspec.config.methods import methods
 from fastspec.models.loading import load_tokenizer
 
@@ -32,10 +33,21 @@ def test_ids_are_compared_and_told():
         "num_prompts": 2,
         "num_tokens": 24,
         "methods": rows | {"eagle3, copies": rows["none"]},
+        "most_by_copies": {"chat": 1.2, "edit": 2.0},
     }
     told = report.same_ids(record)
     assert "\n| plain decoding | 2 of 2 | 1.00 |" in told
     assert "\n| `eagle3`, copies | 2 of 2 | 1.00 |" in told
+    assert "tokens per target step: chat 1.20, edit 2.00.\n" in told
+
+
+def test_the_best_copies():
+    prompt = [1, 2, 3, 1, 2, 4, 5, 2]
+    assert same_ids.steps_with_best_copies(prompt, [4, 5, 6]) == 1  # not 3, 1, 2
+    assert same_ids.steps_with_best_copies(prompt, [4, 5, 6, 7, 1, 2]) == 4  # new are 7 and 1
+    assert same_ids.steps_with_best_copies([9], [8, 9, 8, 9, 8]) == 2
+    (text,) = bundled_prompts(1, chat=True)
+    assert same_ids.most_by_copies([text], [prompt], [[4, 5, 6]]) == {"chat": 3.0}
 
 
 def test_every_method_of_the_package_is_compared():
