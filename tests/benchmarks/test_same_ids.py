@@ -45,7 +45,7 @@ def test_the_best_copies():
     prompt = [1, 2, 3, 1, 2, 4, 5, 2]
     assert same_ids.steps_with_best_copies(prompt, [4, 5, 6]) == 1  # not 3, 1, 2
     assert same_ids.steps_with_best_copies(prompt, [4, 5, 6, 7, 1, 2]) == 4  # new are 7 and 1
-    assert same_ids.steps_with_best_copies([9], [8, 9, 8, 9, 8]) == 2
+    assert same_ids.steps_with_best_copies([9], [8, 9, 8, 9, 8]) == 3
     (text,) = bundled_prompts(1, chat=True)
     assert same_ids.most_by_copies([text], [prompt], [[4, 5, 6]]) == {"chat": 3.0}
 
