@@ -259,9 +259,19 @@ class _Batch(NamedTuple):
         ]
 
     def _processor(self, processors: Sequence[Callable], row: int) -> Callable:
-        """Wrap batch processors for one row; they see its text as padded in the batch."""
-        num_rows = len(self.input_ids)
+        """Wrap batch processors for one row; they see its text as padded in the batch.
+
+        Raises:
+            ValueError: the row is padded behind its prompt, where they would take padding for text.
+        """
+        num_rows, length = self.input_ids.shape
         num_given = 1 if self.is_encoded else len(self.given[row])
+        if not self.is_encoded and self.starts[row] + num_given < length:
+            names = ", ".join(sorted({type(each).__name__ for each in processors}))
+            raise ValueError(
+                f"attention_mask: row {row} is padded on the right, which {names} would read as"
+                " text; pad on the left"
+            )
 
         def process(input_ids: Tensor, scores: Tensor) -> Tensor:
             start = self.input_ids[row : row + 1].to(input_ids.device)

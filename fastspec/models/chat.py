@@ -11,7 +11,7 @@ from uuid import uuid4
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from fastspec.config.checks import one_line, require, require_unicode
+from fastspec.config.checks import one_line, refuse, require, require_unicode
 
 # Errors of a template, which is a program that runs on user input.
 _TEMPLATE_ERRORS = (
@@ -176,16 +176,19 @@ def reply_message(
     Args:
         text: with special tokens.
         prompt: the conversation, which may have begun the message, for example its reasoning.
-        tools: say the types of arguments.
+        tools: those that may be called, which say the types of arguments.
     Returns:
         The content, with reasoning_content and tool_calls if there are any. If the template cannot
-        read a reply, for example a call that was cut, all of it is the content.
+        read a reply, for example a call that was cut, or if it calls without tools, all of it is
+        the content.
     """
     try:
         parser = tokenizer.get_response_parser(prefix=prompt, tools=cast(Any, tools))
         events = [*parser.feed(text), *parser.finalize()[1]]
         values = [each["value"] for each in events if _is_of(each, "region_close", "tool_calls")]
         calls = [call for value in values for call in _openai_calls(value)]
+        if calls and not tools:
+            return {"content": text}
     except (*_TEMPLATE_ERRORS, RecursionError):
         return {"content": text}
     # The parser's own message has only the last of several contents.
@@ -194,7 +197,8 @@ def reply_message(
         for names in (("content",), _REASONING)
     )
     if not calls and not reasoning:
-        return {"content": content or text}
+        has_reasoned = any(_is_of(each, "region_open", *_REASONING) for each in events)
+        return {"content": content if has_reasoned else content or text}
     message: dict[str, Any] = {"content": content.strip() or None}
     message |= {"reasoning_content": reasoning.strip()} if reasoning else {}
     return message | ({"tool_calls": calls} if calls else {})
@@ -205,7 +209,7 @@ class ReplyReader:
 
     `feed` and `end` return what is new in OpenAI's form: content and reasoning_content as far as
     they are known, and tool_calls, each as a whole. From where the template cannot read a reply on,
-    its text is content.
+    or where it calls without tools, its text is content.
 
     Args:
         prompt, tools: see `reply_message`.
@@ -220,6 +224,7 @@ class ReplyReader:
         tools: Sequence[Mapping[str, Any]] | None = None,
     ):
         self.num_calls = 0
+        self._may_call = bool(tools)
         self._unreturned = ""  # what the parser holds back, or all of a call that has begun
         self._is_in_call = False
         self._whole: str | None = ""  # None once anything was returned
@@ -262,7 +267,11 @@ class ReplyReader:
 
     def _add(self, event: Mapping[str, Any], delta: dict[str, Any]) -> None:
         kind, field = event["type"], event["field"]
+        if kind == "region_open" and field in _REASONING:
+            self._whole = None  # the rest of a reply may be empty
         if field == "tool_calls":
+            if not self._may_call:
+                raise ValueError("a call without tools")
             self._is_in_call = kind != "region_close"
             if kind == "region_close":
                 calls = _openai_calls(event["value"])
@@ -308,6 +317,8 @@ def _template_message(message: Any) -> Mapping[str, Any]:
         message = {**message, "content": content}
     fits = isinstance(content, str) or (content is None and message["role"] == "assistant")
     require("messages", content, fits, expected)
+    for name in ("function_call", "audio", "refusal"):  # templates do not read them
+        refuse("messages", message.get(name), f"{name} is not supported")
     if content is None and not message.get("tool_calls"):
         message = {**message, "content": ""}
     if (calls := message.get("tool_calls")) is not None:

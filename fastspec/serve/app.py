@@ -79,13 +79,13 @@ def create_app(
     engine: Engine,
     config: ServeConfig = ServeConfig(),  # noqa: B008 (frozen)
     model: str = "fastspec",
-    api_keys: tuple[str, ...] = (),
 ) -> FastAPI:
     """The application of one engine; its lifespan begins and ends the engine's thread.
 
     Args:
         model: its name, unless config has one.
-        api_keys: each request must send one of these; empty = no key is needed.
+    Raises:
+        ValueError: a file or variable of API keys has none.
     """
     model = config.served_model_name or model
     metrics = ServerMetrics(engine, model)
@@ -108,8 +108,8 @@ def create_app(
         return JSONResponse(body, 500, headers)
 
     handlers: Any = {HTTPException: _refused, Refused: _refused, Exception: failed}
-    hidden: Any = {"docs_url": None, "redoc_url": None, "openapi_url": None}
-    app = FastAPI(lifespan=lifespan, exception_handlers=handlers, **hidden)
+    off: Any = {"docs_url": None, "redoc_url": None, "openapi_url": None, "redirect_slashes": False}
+    app = FastAPI(lifespan=lifespan, exception_handlers=handlers, **off)
     for path, kind, of_kind in (
         ("/v1/completions", "completion", Endpoint),
         ("/v1/chat/completions", "chat", Endpoint),
@@ -161,7 +161,8 @@ def create_app(
     async def home() -> HTMLResponse:
         return HTMLResponse(page, headers=page_headers)
 
-    app.add_middleware(Guard, hosts=_allowed_hosts(config), api_keys=api_keys, metrics=metrics)
+    guarded = {"hosts": _allowed_hosts(config), "api_keys": config.api_keys()}
+    app.add_middleware(Guard, **guarded, metrics=metrics)
     return app
 
 

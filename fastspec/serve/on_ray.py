@@ -55,7 +55,7 @@ def application(args: Mapping[str, Any]) -> serve.Application:
     def new_app() -> Any:
         from fastspec.serve.app import create_app
 
-        return create_app(served.load(), serving, shown_name(models.target), serving.api_keys())
+        return create_app(served.load(), serving, shown_name(models.target))
 
     replica = serve.deployment(
         serve.ingress(new_app)(),

@@ -33,7 +33,7 @@ def new_server(engine: Engine, config: ServeConfig, model: str) -> uvicorn.Serve
     """
     return uvicorn.Server(
         uvicorn.Config(
-            create_app(engine, config, model, config.api_keys()),
+            create_app(engine, config, model),
             timeout_graceful_shutdown=ceil(config.drain_timeout),
             access_log=False,
             server_header=False,

@@ -428,6 +428,12 @@ def test_more_refusals(model, drafter):
     bare = random_model("llama", eos_token_id=None)
     with pytest.raises(ValueError, match="pad_token_id: needed for rows"):
         hf_generate(bare, **BATCH, max_new_tokens=3, **options)
+    right = {"input_ids": BATCH["input_ids"], "attention_mask": BATCH["attention_mask"].flip(1)}
+    repeats = {"no_repeat_ngram_size": 2}
+    with pytest.raises(
+        ValueError, match=r"attention_mask: row . is padded on the right, which NoR"
+    ):
+        hf_generate(model, **right, **GREEDY, **repeats)
     generator = HFGenerator(model, drafter)
     with pytest.raises(ValueError, match="for another LlamaForCausalLM"):
         drafter.generate(**ONE, **GREEDY, custom_generate=generator)

@@ -411,6 +411,11 @@ def test_api_keys(engine, tmp_path, monkeypatch):
         assert client.get("/health").status_code == client.get("/").status_code == 200
 
 
+def test_paths_are_not_corrected(engine):
+    with serving(engine) as address:
+        assert error_of(httpx2.post(f"{address}{COMPLETIONS}/", json={"prompt": "a"}), 404)
+
+
 @pytest.mark.parametrize("field", ["api_keys_file", "api_keys_variable"])
 def test_no_keys_where_some_were_promised(field, tmp_path, monkeypatch):
     (tmp_path / "keys").write_text(" \n", encoding="utf-8")

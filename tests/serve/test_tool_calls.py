@@ -5,7 +5,7 @@ import json
 import openai
 import pytest
 
-from fastspec.models.chat import ReplyReader, reply_message
+from fastspec.models.chat import ReplyReader, chat_text, reply_message
 
 from ..models import byte_tokenizer
 from .helpers import converse, new_engine, serving
@@ -62,9 +62,8 @@ def test_calls_in_openais_form():
     assert first["id"] != second["id"]
     assert first["type"] == "function"
     assert first["function"] == {"name": "add", "arguments": '{"a": 7}'}  # as the schema says
-    (alone,) = reply_message(calling_tokenizer(), '<call>{"name": "f"}</call>', PROMPT)[
-        "tool_calls"
-    ]
+    empty = '<call>{"name": "f"}</call>'
+    (alone,) = reply_message(calling_tokenizer(), empty, PROMPT, TOOLS)["tool_calls"]
     assert alone["function"] == {"name": "f", "arguments": "{}"}
 
 
@@ -80,7 +79,53 @@ def test_calls_in_openais_form():
     ],
 )
 def test_what_cannot_be_read_stays_a_text(text):
-    assert reply_message(calling_tokenizer(), f"a {text}", PROMPT) == {"content": f"a {text}"}
+    message = reply_message(calling_tokenizer(), f"a {text}", PROMPT, TOOLS)
+    assert message == {"content": f"a {text}"}
+
+
+@pytest.mark.parametrize("tools", [None, []])
+def test_a_call_without_tools_is_text(tools):
+    text = f"a {CALL} b"
+    assert reply_message(calling_tokenizer(), text, PROMPT, tools) == {"content": text}
+    reader = ReplyReader(calling_tokenizer(), PROMPT, tools)
+    parts = [*map(reader.feed, text), reader.end()]
+    assert "".join(part.get("content", "") for part in parts) == text
+    assert not any(part.get("tool_calls") for part in parts)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_chat_without_tools_or_whose_choice_is_none_has_no_calls(client, stream):
+    pytest.importorskip("llguidance")
+    forced = {"guided_choice": [CALL]}
+    for options in ({"tools": TOOLS, "tool_choice": "none"}, {}):
+        answer = converse(client, max_tokens=99, stream=stream, extra_body=forced, **options)
+        if stream:
+            chunks = [*answer]
+            assert streamed(chunks) == (CALL, "", [])
+            assert chunks[-1].choices[0].finish_reason == "stop"
+        else:
+            (choice,) = answer.choices
+            assert (choice.finish_reason, choice.message.content) == ("stop", CALL)
+            assert choice.message.tool_calls is None
+
+
+def test_reasoning_without_anything_after_it_leaves_an_empty_content():
+    for text in ("<think></think>", "<think>"):
+        assert reply_message(calling_tokenizer(), text, PROMPT) == {"content": ""}
+        reader = ReplyReader(calling_tokenizer(), PROMPT)
+        parts = [*map(reader.feed, text), reader.end()]
+        assert not any(part.get("content") for part in parts)
+
+
+@pytest.mark.parametrize(
+    "field", [{"function_call": {"name": "f"}}, {"refusal": "no"}, {"audio": {"id": "x"}}]
+)
+def test_parts_of_answers_that_templates_do_not_read_are_refused(field):
+    history = [{"role": "assistant", "content": None} | field, {"role": "user", "content": "hi"}]
+    with pytest.raises(ValueError, match=f"^messages: {next(iter(field))} is not supported"):
+        chat_text(calling_tokenizer(), history, chat_template="{{ messages }}")
+    nothing = {"role": "assistant", "content": "a"} | dict.fromkeys(field)
+    assert chat_text(calling_tokenizer(), [nothing], chat_template="{{ messages }}")
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +253,7 @@ def test_a_reader_returns_what_a_whole_reply_has(text, size):
 )
 @pytest.mark.parametrize("before", ["a ", "", "<", "<think>so</think>"])
 def test_a_reader_goes_on_with_text_where_it_cannot_read(text, before):
-    reader = ReplyReader(calling_tokenizer(), PROMPT)
+    reader = ReplyReader(calling_tokenizer(), PROMPT, TOOLS)
     parts = [reader.feed(f"{CALL}{before}{text}"), reader.feed(" and on"), reader.end()]
     assert len(parts[0]["tool_calls"]) == 1
     content = "".join(part.get("content", "") for part in parts)
