@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks.copying_report import copying
 from benchmarks.gpu.report import page_of
 from benchmarks.llama_report import llama_cpp, llama_server, median_speeds
 from benchmarks.serving_report import (
@@ -57,6 +58,7 @@ def results_page(records: list[dict]) -> str:
         "end_to_end",
         "first_token",
         "same_ids",
+        "copying",
         "llama_cpp",
         "llama_server",
         "batches",
@@ -76,6 +78,8 @@ def results_page(records: list[dict]) -> str:
         parts += ["## SmolLM2-135M-Instruct", smollm2(real)]
     if runs := [record for record in records if record["op"] == "same_ids"]:
         parts += ["### Same ids as `generate`", same_ids(runs[-1])]
+    if runs := [record for record in records if record["op"] == "copying"]:
+        parts += ["### Drafters that copy, by kind of prompt", copying(runs[-1])]
     if peers := {r["dtype"]: r for r in records if r["op"] == "llama_cpp"}:
         parts += ["### Plain decoding compared with llama.cpp", llama_cpp(list(peers.values()))]
     if runs := [record for record in records if record["op"] == "llama_server"]:

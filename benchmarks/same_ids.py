@@ -107,16 +107,21 @@ def steps_with_best_copies(prompt: Sequence[int], new_ids: Sequence[int]) -> int
     return steps
 
 
+def kinds_of(texts: Sequence[str]) -> list[str]:
+    """The kind of each bundled chat prompt: chat, code, summary or edit."""
+    lines = (ASSETS / "chat-prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    kind_of = {each["prompt"]: each["kind"] for each in map(json.loads, lines)}
+    return [kind_of[text] for text in texts]
+
+
 def most_by_copies(
     texts: list[str], prompts: list[list[int]], new_ids: list[list[int]]
 ) -> dict[str, float]:
     """Tokens per step with the best copies, for each kind of bundled prompt."""
-    lines = (ASSETS / "chat-prompts.jsonl").read_text(encoding="utf-8").splitlines()
-    kind_of = {each["prompt"]: each["kind"] for each in map(json.loads, lines)}
     tokens, steps = Counter(), Counter()
-    for text, prompt, ids in zip(texts, prompts, new_ids, strict=True):
-        tokens[kind_of[text]] += len(ids)
-        steps[kind_of[text]] += steps_with_best_copies(prompt, ids)
+    for kind, prompt, ids in zip(kinds_of(texts), prompts, new_ids, strict=True):
+        tokens[kind] += len(ids)
+        steps[kind] += steps_with_best_copies(prompt, ids)
     return {kind: round(tokens[kind] / steps[kind], 2) for kind in tokens}
 
 

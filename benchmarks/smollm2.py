@@ -34,12 +34,12 @@ RUNS = (
     f"{ALONE} --method quantized -k 5 --suffix-tokens 8",
     f"{ALONE} --method quantized -k 7 --dtype float32",
     f"{ALONE} --method cascade --draft smollm2-eagle3 --draft-bits 8",
-    f"{ALONE} --method suffix -k 6",
-    f"{ALONE} --method prompt_lookup -k 4 --prompt-lookup-min 2 --prompt-lookup-max 4",
+    f"{ALONE} --method suffix -k 12 --suffix-max-spec-factor 3",
+    f"{ALONE} --method prompt_lookup -k 8 --prompt-lookup-min 2 --prompt-lookup-max 16",
     f"{ALONE} --method ngram -k 4",
     f"{ALONE} --method mag -k 4",
     f"{ALONE} --method early_exit --exit-layer 20 -k 2",
-    f"{BESIDE_PEERS} --method prompt_lookup -k 4 --prompt-lookup-min 2 --prompt-lookup-max 4",
+    f"{BESIDE_PEERS} --method prompt_lookup -k 8 --prompt-lookup-min 2 --prompt-lookup-max 16",
     f"{BESIDE_PEERS} --method early_exit --exit-layer 20 -k 2",
 )
 OF_A_DRAFT = (

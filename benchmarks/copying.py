@@ -1,0 +1,119 @@
+"""Drafters that copy, by kind of prompt: SmolLM2's bundled questions, code, summaries and edits.
+
+`python -m benchmarks.copying` decodes the bundled chat prompts greedily, one after the other, with
+plain decoding and each method in turn, and appends a record; `python -m benchmarks.report` prints
+it. SmolLM2 has to be fetched. Times are of whole requests, with the reading of the prompt. Suffix
+engines also copy from their earlier answers, as they would in use.
+"""
+
+import argparse
+import json
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from time import perf_counter
+
+from tqdm import tqdm
+
+from benchmarks import harness
+from benchmarks.same_ids import TARGET, kinds_of
+from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
+from fastspec.cli.prompts import bundled_prompts, tokenize_prompts
+from fastspec.models.loading import load_tokenizer
+from fastspec.tools.bench import describe_environment
+
+RECORDS = harness.RESULTS / "copying.jsonl"
+PLAIN = "plain"
+SUFFIX = {"num_speculative_tokens": 15, "suffix_max_spec_factor": 3.0}
+SPECS = {
+    "prompt_lookup": SpecConfig("prompt_lookup", 12, prompt_lookup_min=2, prompt_lookup_max=16),
+    "prompt_lookup, K=4": SpecConfig("prompt_lookup", 4, prompt_lookup_min=2, prompt_lookup_max=4),
+    "suffix": SpecConfig("suffix", **SUFFIX),
+    "suffix, tree": SpecConfig("suffix", tree_nodes=11, **SUFFIX),
+}
+# Kinds whose answers repeat much of the prompt; they are also counted together.
+REPEATING = ("summary", "edit")
+BOTH = " and ".join(REPEATING)
+
+
+def measured(
+    target: str,
+    specs: Mapping[str, SpecConfig],
+    prompts: Sequence[list[int]],
+    kinds: Sequence[str],
+    config: EngineConfig,
+    max_tokens: int,
+) -> dict[str, dict[str, dict[str, float]]]:
+    """For each method and kind the speed-up over plain decoding, and tokens per target step.
+
+    The methods take turns at each prompt, so that all meet the same state of the machine. In
+    float32 all of them have to write the ids of plain decoding.
+    """
+    params = SamplingParams(temperature=0, max_tokens=max_tokens)
+    all_specs = {PLAIN: SpecConfig("none"), **specs}
+    engines = {name: Engine(target, spec=spec, config=config) for name, spec in all_specs.items()}
+    for engine in engines.values():
+        engine.generate([prompts[0][:16]], SamplingParams(temperature=0, max_tokens=4))
+    tokens, steps, seconds = Counter(), Counter(), defaultdict(float)
+    for prompt, kind in zip(tqdm(prompts), kinds, strict=True):
+        expected: Sequence[int] = ()
+        for name, engine in engines.items():
+            start = perf_counter()
+            (output,) = engine.generate([prompt], params)
+            elapsed = perf_counter() - start
+            expected = output.token_ids if name == PLAIN else expected
+            assert config.dtype != "float32" or output.token_ids == expected, name
+            for group in groups_of(kind):
+                tokens[name, group] += len(output.token_ids)
+                steps[name, group] += output.stats.num_steps
+                seconds[name, group] += elapsed
+
+    def row(name: str, group: str) -> dict[str, float]:
+        speed, plain = (tokens[n, group] / seconds[n, group] for n in (name, PLAIN))
+        per_step = tokens[name, group] / steps[name, group]
+        return {"speed_up": round(speed / plain, 3), "tokens_per_step": round(per_step, 2)}
+
+    groups = [*dict.fromkeys(kinds)] + ([BOTH] if {*REPEATING} <= {*kinds} else [])
+    return {name: {group: row(name, group) for group in groups} for name in specs}
+
+
+def groups_of(kind: str) -> list[str]:
+    """What a prompt of that kind counts for."""
+    return [kind, BOTH] if kind in REPEATING else [kind]
+
+
+def settings_of(spec: SpecConfig) -> dict[str, float]:
+    """The fields of a method that were given."""
+    usual = SpecConfig(spec.method)
+    values = {field.name: getattr(spec, field.name) for field in fields(spec)}
+    return {name: value for name, value in values.items() if value != getattr(usual, name)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--num-prompts", type=int, default=20)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    options = parser.parse_args()
+    texts = bundled_prompts(options.num_prompts, chat=True)
+    prompts = tokenize_prompts(load_tokenizer("target", TARGET), texts, True)
+    config = EngineConfig(dtype=options.dtype, device="cpu")
+    methods = measured(TARGET, SPECS, prompts, kinds_of(texts), config, options.max_tokens)
+    for name, row in methods.items():
+        sys.stderr.write(f"{name}: {json.dumps(row)}\n")
+    record = {
+        "op": "copying",
+        "target": TARGET,
+        "dtype": options.dtype,
+        "num_prompts": len(prompts),
+        "max_tokens": options.max_tokens,
+        "settings": {name: settings_of(spec) for name, spec in SPECS.items()},
+        "methods": methods,
+        **describe_environment(),
+    }
+    harness.append_to(RECORDS, record)
+
+
+if __name__ == "__main__":
+    main()

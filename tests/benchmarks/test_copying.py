@@ -1,0 +1,54 @@
+"""The measurement of drafters that copy, by kind of prompt, with the bundled target."""
+
+from benchmarks import copying, report, same_ids
+from fastspec import EngineConfig
+from fastspec.cli.prompts import bundled_prompts
+from fastspec.models.loading import load_tokenizer
+
+
+def test_copies_are_measured_and_told():
+    tokenizer = load_tokenizer("target", "tiny")
+    prompts = [tokenizer(text).input_ids for text in ("import os\n", "def add(a, b):\n" * 3)]
+    config = EngineConfig(dtype="float32", device="cpu")
+    methods = copying.measured("tiny", copying.SPECS, prompts, ["summary", "edit"], config, 12)
+    assert list(methods) == list(copying.SPECS)  # plain decoding is what they are compared with
+    for row in methods.values():
+        assert list(row) == ["summary", "edit", "summary and edit"]
+        assert all(cell["speed_up"] > 0 and cell["tokens_per_step"] >= 1 for cell in row.values())
+    methods["suffix, tree"]["edit"] = {"speed_up": 2.049, "tokens_per_step": 2.38}
+    record = {
+        "op": "copying",
+        "cpu": "a processor",
+        "threads": 1,
+        "torch": "2",
+        "transformers": "5",
+        "date": "2026-01-02T03",
+        "commit": None,
+        "target": "tiny",
+        "dtype": "float32",
+        "num_prompts": 2,
+        "max_tokens": 12,
+        "settings": {name: copying.settings_of(spec) for name, spec in copying.SPECS.items()},
+        "methods": methods,
+    }
+    page = report.results_page([record])
+    assert "\n### Drafters that copy, by kind of prompt\n" in page
+    assert "\n| method | summary | edit | summary and edit |\n" in page
+    (row,) = (line for line in page.splitlines() if line.startswith("| `suffix`, tree |"))
+    assert row.split(" | ")[2] == "2.05x (2.38)"
+    assert "`prompt_lookup`, K=4: matches of 2 to 4 tokens; `suffix`: K=15, " in page
+    assert "`suffix_max_spec_factor=3`, `tree_nodes=11`." in page
+
+
+def test_a_kind_alone_has_no_column_of_both():
+    config = EngineConfig(dtype="float32", device="cpu")
+    specs = {"suffix": copying.SPECS["suffix"]}
+    methods = copying.measured("tiny", specs, [[1, 2, 3]], ["edit"], config, 2)
+    assert list(methods["suffix"]) == ["edit"]
+    assert copying.groups_of("chat") == ["chat"]
+    assert copying.groups_of("edit") == ["edit", "summary and edit"]
+
+
+def test_kinds_of_bundled_prompts():
+    kinds = same_ids.kinds_of(bundled_prompts(20, chat=True))
+    assert list(dict.fromkeys(kinds)) == ["chat", "code", "summary", "edit"]
