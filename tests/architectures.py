@@ -1,7 +1,7 @@
 """A tiny random model of each of transformers' decoders, and whether the engine gives its text.
 
-`python -m tests.architectures` writes the tables of docs/models.md, in two minutes. A model is
-equal where its ids are those of `generate` while drafts are right, wrong and absent by turns, on
+`python -m tests.architectures` writes the tables of docs/models.md, in about two minutes. A model
+is equal where its ids are those of `generate` while drafts are right, wrong and absent by turns, on
 two texts at once that are longer than its windows. Its weights are drawn so large that attention is
 far from uniform and no text repeats one token, and its layers are of all the kinds that its default
 has. A model that does neither that nor end in a refusal is a bug.

@@ -60,7 +60,8 @@ def generate(
     if prompts.chat:
         refuse("prompt_template", config.prompt_template, "not with --chat and its template")
     if show_tree and (as_json or not (spec.drafts_trees or spec.cape)):
-        raise ValueError("show_tree: needs --method tree or --cape, and not --json")
+        needed = "token trees (--method tree, --tree-nodes or --cape)"
+        raise ValueError(f"show_tree: needs {needed}, and not --json")
     if save_outputs is not None:
         _check_stored(save_outputs, params, spec)
     models.check(spec.method)

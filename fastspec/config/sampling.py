@@ -170,7 +170,8 @@ class SamplingParams(Options):
     top_p: float = option(
         1.0,
         number("a number in (0, 1]", lambda value: 0 < value <= 1),
-        "Sample from the most probable tokens that add up to this probability; 1 is off.",
+        "Sample from the most probable tokens that add up to this probability, ties at the boundary"
+        " included; 1 is off.",
     )
     min_p: float = option(
         0.0,
@@ -226,7 +227,8 @@ class SamplingParams(Options):
         "json takes a JSON schema, json_object True, regex a pattern, choice a list of strings,"
         " grammar an EBNF grammar in the syntax of Lark (start: ...) or GBNF (root ::= ...). Needs"
         " llguidance, which the extra [grammar] installs."
-        " Tokens that do not fit are never drafted, drawn or accepted.",
+        " Tokens that do not fit are never drafted, drawn or accepted. Where the form forces text,"
+        " only its usual tokenization may follow, with log-probability 0.",
         aliases=("guided_decoding (earlier vLLM)",),
     )
     seed: int | None = option(
@@ -312,7 +314,8 @@ class SamplingParams(Options):
         None,
         replace(integer(0), flag_type=None),
         "Tokens proposed in each step, up to the drafter's K, which is the default; 0 is none.",
-        "A text drafted in chains is then the same as in an engine with that K.",
+        "A text drafted in chains is then the same as in an engine with that K. With suffix_tokens"
+        " the number also limits copies, which K itself does not.",
     )
     prediction: str | Sequence[int] | None = option(
         None,
@@ -320,9 +323,10 @@ class SamplingParams(Options):
         "What the output may resemble, such as a file before a change; drafters copy from it, too.",
         "A text or token ids, which the model does not read: greedy output is the same without it,"
         " and sampled output has the same distribution. It is like OpenAI's predicted outputs, and"
-        " needs a drafter that copies: prompt_lookup, ngram, suffix, mag, a cascade that ends with"
-        " MaG or prompt lookup, or suffix_tokens, tree_suffix or tree_prompt_lookup beside a draft"
-        " model. It has at most as many tokens as the model has room for.",
+        ' needs a drafter that copies: prompt_lookup, ngram (only with ngram_store="request"),'
+        " suffix, mag, a cascade that ends with MaG or prompt lookup, or suffix_tokens, tree_suffix"
+        " or tree_prompt_lookup beside a draft model. It has at most as many tokens as the model"
+        " has room for.",
     )
     logits_processors: Sequence[Any] | None = option(
         (),

@@ -61,7 +61,8 @@ class SpecConfig(Options):
         f"Drafting method: {', '.join(method.name for method in BUILT_IN)}.",
         "auto uses a draft model if one is given. none refuses every option that applies only to"
         " drafts, except num_speculative_tokens; without a draft model, auto keeps them for"
-        " enable_spec_dec.",
+        " enable_spec_dec, except cape, suffix_tokens, heterogeneous_vocab and draft_bits, which"
+        " need a draft model and are refused without one.",
     )
     num_speculative_tokens: int | None = option(
         None,
@@ -202,9 +203,9 @@ class SpecConfig(Options):
         " default {usual} for quantized.",
         "A draft model is otherwise run with the weights that it has. In a cascade, a copy of the"
         " target becomes the first level, and drafts that read the target's cache"
-        " or hidden states (glide, eagle3) read the copy's; k_matrix is then [[4,0],[0,1]] unless"
-        " given. 8 bits are right for small models, whose drafts suffer from 4. Large ones draft"
-        " almost as well with 4, at half the cost.",
+        " or hidden states (glide, eagle3, Gemma 4 assistants) read the copy's; k_matrix is then"
+        " [[4,0],[0,1]] unless given. 8 bits are right for small models, whose drafts suffer from"
+        " 4. Large ones draft almost as well with 4, at half the cost.",
         usual=8,
     )
     k_matrix: Any = option(

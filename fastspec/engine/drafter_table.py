@@ -68,7 +68,8 @@ class DrafterTable(dict[str | None, Speculation]):
     def remove(self, name: str, unfinished: Sequence[EngineRequest]) -> None:
         """Remove a drafter that `add` added; see `Engine.remove_drafter`."""
         names = [each for each in self if each not in (None, "none")]
-        require("name", name, name in names, f"one of {names}")
+        known = f"one of {names}" if names else "a drafter that was added, and none was"
+        require("name", name, name in names, known)
         users = {request.public_id for request in unfinished if request.params.drafter == name}
         if users:
             raise ValueError(f"name: {name!r} drafts for unfinished requests: {sorted(users)}")

@@ -327,7 +327,8 @@ class Engine:
             drafter: as for the engine; one instead of the current drafter, also of a whole cascade
                 and the copy of the target in it.
             n_spec_tokens: tokens proposed per step, from 1 to 1024 and up to
-                config.max_n_spec_tokens; None = the number in spec.
+                config.max_n_spec_tokens; None = the number in spec. A number that is given also
+                limits copies beside a draft model (suffix_tokens, tree_suffix).
             use_glide_drafter: load the drafter as a GLIDE model; without a drafter, the last one
                 must be such a model.
         Raises:

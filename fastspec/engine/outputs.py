@@ -117,12 +117,12 @@ class StreamEvent:
     """One committed token of a request, or its end.
 
     `text` may be empty while a character or a possible stop string is incomplete; a later event
-    then has the text of several tokens. The joined texts of all events of a request are its
-    RequestOutput.text. `logprob` and `top_logprobs` of the token are as in RequestOutput. The last
-    event of a request carries its `output` and no token. The first event of a step that proposed a
-    token tree carries it, with its accepted path, as `tree`. With n > 1, `index` says which sample
-    the event belongs to, and each sample has a last event; `prompt_index` is the position of its
-    prompt in a `stream`.
+    then has the text of several tokens. The joined texts of all events of a sample are its
+    text in the RequestOutput. `logprob` and `top_logprobs` of the token are as in RequestOutput.
+    The last event of a request carries its `output` and no token. The first event of a step that
+    proposed a token tree carries it, with its accepted path, as `tree`. With n > 1, `index` says
+    which sample the event belongs to, and each sample has a last event; `prompt_index` is the
+    position of its prompt in a `stream`.
     """
 
     request_id: str

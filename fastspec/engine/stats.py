@@ -17,7 +17,8 @@ class SpecStats:
 
     Attributes:
         num_prompt_tokens: tokens of all prompts that were started.
-        num_cached_prompt_tokens: prompt tokens that prefix caching found in the cache.
+        num_cached_prompt_tokens: prompt tokens found in the cache, shared by samples of a prompt or
+            by prefix caching.
         num_preemptions: how often a request lost its blocks and had to be reread.
         finish_reasons: number of ended requests by finish reason.
         num_steps: target passes that emitted tokens.

@@ -2,8 +2,8 @@
 
 A round of the engine uploads the layout of each forward pass in two buffers, or that of a CUDA
 graph in one, the last committed tokens, and for the kernels the seeds, positions and sampling
-parameters of its requests. It waits for the device once, when `verify` reads back what was
-accepted, and once more if a request wants log-probabilities.
+parameters of its requests. It waits for the device when `verify` reads back what was accepted; the
+docstring of `fastspec.engine.verify.verify` says how many copies that takes.
 """
 
 from collections.abc import Sequence

@@ -16,7 +16,8 @@ _GAUGES = {
 }
 _COUNTERS = {
     "prompt_tokens": "Prompt tokens.",
-    "prompt_tokens_cached": "Prompt tokens found by prefix caching.",
+    "prompt_tokens_cached": "Prompt tokens found in the cache: shared by texts of one prompt or by"
+    " prefix caching.",
     "generation_tokens": "New tokens.",
     "num_preemptions": "Times that a text lost its cache blocks and was read again.",
     "spec_decode_num_drafts": "Drafts verified.",

@@ -29,9 +29,9 @@ def row_stats(
 
     probability(x) = exp(x / temperature - logsumexp) if x >= threshold, else 0. Filters apply in
     the order temperature, top-k, top-p, min-p. Ties at the k-th logit are kept, the token that
-    crosses top-p is kept, and the best token is never dropped. A greedy row (temperature 0) returns
-    its largest logit as threshold and the unfiltered logsumexp at temperature 1; its distribution
-    is one-hot at the largest logit, lowest id on ties.
+    crosses top-p is kept with all of the same logit, and the best token is never dropped. A greedy
+    row (temperature 0) returns its largest logit as threshold and the unfiltered logsumexp at
+    temperature 1; its distribution is one-hot at the largest logit, lowest id on ties.
 
     Args:
         logits: [R, V] float32, bfloat16 or float16, any row stride; -inf = probability 0.

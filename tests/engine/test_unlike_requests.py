@@ -203,5 +203,7 @@ def test_what_is_refused(model, drafter):
         engine.remove_drafter("lookup")
     finish(engine)
     engine.remove_drafter("lookup")
+    with pytest.raises(ValueError, match=r"^name: .* none was"):
+        Engine(model).remove_drafter("lookup")
     with pytest.raises(ValueError, match=r"^drafter"):
         engine.generate([PROMPTS[0]], params_of(0, drafter="lookup"))

@@ -176,7 +176,7 @@ class GlideLlamaForCausalLM(LlamaForCausalLM):
 
 
 class FlatGlide:
-    """Runs passes of few tokens on a CPU, see `PagedModel.flat`: only the modules of the layers,
+    """Runs passes on a CPU, see `PagedModel.flat`: only the modules of the layers,
     without transformers' code around them, which takes longer than they do.
 
     Args:
