@@ -11,7 +11,6 @@ import json
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from time import perf_counter
 
 from tqdm import tqdm
@@ -25,13 +24,15 @@ from fastspec.tools.bench import describe_environment
 
 RECORDS = harness.RESULTS / "copying.jsonl"
 PLAIN = "plain"
+LOOKUP = {"prompt_lookup_min": 2}
 SUFFIX = {"num_speculative_tokens": 15, "suffix_max_spec_factor": 3.0}
-SPECS = {
-    "prompt_lookup": SpecConfig("prompt_lookup", 12, prompt_lookup_min=2, prompt_lookup_max=16),
-    "prompt_lookup, K=4": SpecConfig("prompt_lookup", 4, prompt_lookup_min=2, prompt_lookup_max=4),
-    "suffix": SpecConfig("suffix", **SUFFIX),
-    "suffix, tree": SpecConfig("suffix", tree_nodes=11, **SUFFIX),
+SETTINGS = {
+    "prompt_lookup": LOOKUP | {"num_speculative_tokens": 12, "prompt_lookup_max": 16},
+    "prompt_lookup, K=4": LOOKUP | {"num_speculative_tokens": 4, "prompt_lookup_max": 4},
+    "suffix": SUFFIX,
+    "suffix, tree": SUFFIX | {"tree_nodes": 11},
 }
+SPECS = {name: SpecConfig(name.split(",")[0], **given) for name, given in SETTINGS.items()}
 # Kinds whose answers repeat much of the prompt; they are also counted together.
 REPEATING = ("summary", "edit")
 BOTH = " and ".join(REPEATING)
@@ -83,13 +84,6 @@ def groups_of(kind: str) -> list[str]:
     return [kind, BOTH] if kind in REPEATING else [kind]
 
 
-def settings_of(spec: SpecConfig) -> dict[str, float]:
-    """The fields of a method that were given."""
-    usual = SpecConfig(spec.method)
-    values = {field.name: getattr(spec, field.name) for field in fields(spec)}
-    return {name: value for name, value in values.items() if value != getattr(usual, name)}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--dtype", default="bfloat16")
@@ -108,7 +102,7 @@ def main() -> None:
         "dtype": options.dtype,
         "num_prompts": len(prompts),
         "max_tokens": options.max_tokens,
-        "settings": {name: settings_of(spec) for name, spec in SPECS.items()},
+        "settings": SETTINGS,
         "methods": methods,
         **describe_environment(),
     }

@@ -1,6 +1,6 @@
 """The part of docs/results.md about drafters that copy, by kind of prompt."""
 
-from benchmarks.tables import table_head, table_row, where
+from benchmarks.tables import quoted, table_head, table_row, where
 
 
 def copying(record: dict) -> str:
@@ -34,9 +34,3 @@ def settings(name: str, given: dict[str, float]) -> str:
         shown.append(f"matches of {least} to {most} tokens")
     shown += [f"`{key}={value:g}`" for key, value in others.items()]
     return f"{quoted(name)}: {', '.join(shown)}"
-
-
-def quoted(name: str) -> str:
-    """A row's name with its method as code."""
-    method, comma, rest = name.partition(",")
-    return f"`{method}`{comma}{rest}"

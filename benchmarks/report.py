@@ -22,7 +22,7 @@ from benchmarks.serving_report import (
     serve_load,
     served,
 )
-from benchmarks.tables import table_head, table_row, threads, where
+from benchmarks.tables import quoted, table_head, table_row, threads, where
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, GPU, README = "docs/results.md", "docs/gpu.md", "README.md"
@@ -356,8 +356,7 @@ def same_ids(record: dict) -> str:
         *table_head("method", "prompts with equal ids", "tokens per target step"),
     ]
     for name, row in record["methods"].items():
-        method = "plain decoding" if name == "none" else f"`{name.split(',')[0]}`"
-        method += name.removeprefix(name.split(",")[0])
+        method = "plain decoding" if name == "none" else quoted(name)
         equal = f"{row['equal']} of {num_prompts}"
         lines.append(table_row(method, equal, f"{row['tokens_per_step']:.2f}"))
     if bounds := record.get("most_by_copies"):

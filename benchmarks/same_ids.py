@@ -14,7 +14,6 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from itertools import takewhile
 
 import torch
 from tqdm import tqdm
@@ -22,6 +21,7 @@ from tqdm import tqdm
 from benchmarks import harness
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec.cli.prompts import bundled_prompts, tokenize_prompts
+from fastspec.drafters.base import common_prefix_len
 from fastspec.models.loading import load_model, load_tokenizer
 from fastspec.models.named import ASSETS
 from fastspec.tools.bench import describe_environment
@@ -86,12 +86,6 @@ def compared(
     return {"equal": equal, "tokens_per_step": per_step}
 
 
-def num_equal(ids: Sequence[int], others: Sequence[int]) -> int:
-    """How many ids at the beginnings are equal."""
-    pairs = zip(ids, others, strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-
 def steps_with_best_copies(prompt: Sequence[int], new_ids: Sequence[int]) -> int:
     """Target steps for `new_ids` if each copies from the best place before it in the text.
 
@@ -102,7 +96,7 @@ def steps_with_best_copies(prompt: Sequence[int], new_ids: Sequence[int]) -> int
     while place < len(text):
         rest = text[place:]
         copies = (text[at:] for at in range(1, place) if text[at - 1] == text[place - 1])
-        place += 1 + max((num_equal(copy, rest) for copy in copies), default=0)
+        place += 1 + max((common_prefix_len(copy, rest) for copy in copies), default=0)
         steps += 1
     return steps
 

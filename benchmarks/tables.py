@@ -9,6 +9,12 @@ def table_row(*cells: str) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def quoted(name: str) -> str:
+    """The name of a run, such as "eagle3, copies", with its method as code."""
+    method, comma, rest = name.partition(",")
+    return f"`{method}`{comma}{rest}"
+
+
 def where(record: dict) -> str:
     commit = f", commit {record['commit']}" if record["commit"] else ""
     return (

@@ -5,6 +5,8 @@ from fastspec import EngineConfig
 from fastspec.cli.prompts import bundled_prompts
 from fastspec.models.loading import load_tokenizer
 
+from .records import ENVIRONMENT
+
 
 def test_copies_are_measured_and_told():
     tokenizer = load_tokenizer("target", "tiny")
@@ -17,18 +19,13 @@ def test_copies_are_measured_and_told():
         assert all(cell["speed_up"] > 0 and cell["tokens_per_step"] >= 1 for cell in row.values())
     methods["suffix, tree"]["edit"] = {"speed_up": 2.049, "tokens_per_step": 2.38}
     record = {
+        **ENVIRONMENT,
         "op": "copying",
-        "cpu": "a processor",
-        "threads": 1,
-        "torch": "2",
-        "transformers": "5",
-        "date": "2026-01-02T03",
-        "commit": None,
         "target": "tiny",
         "dtype": "float32",
         "num_prompts": 2,
         "max_tokens": 12,
-        "settings": {name: copying.settings_of(spec) for name, spec in copying.SPECS.items()},
+        "settings": copying.SETTINGS,
         "methods": methods,
     }
     page = report.results_page([record])

@@ -8,6 +8,8 @@ from fastspec.cli.prompts import bundled_prompts
 from fastspec.config.methods import methods
 from fastspec.models.loading import load_tokenizer
 
+from .records import ENVIRONMENT
+
 
 def test_ids_are_compared_and_told():
     tokenizer = load_tokenizer("target", "tiny")
@@ -23,12 +25,7 @@ def test_ids_are_compared_and_told():
     expected[1][-1] += 1
     assert same_ids.compared(engine, prompts, expected, 12)["equal"] == 1
     record = {
-        "cpu": "a processor",
-        "threads": 1,
-        "torch": "2",
-        "transformers": "5",
-        "date": "2026-01-02T03",
-        "commit": None,
+        **ENVIRONMENT,
         "dtype": "float32",
         "num_prompts": 2,
         "num_tokens": 24,
