@@ -2,9 +2,11 @@
 
 import gc
 import os
+import secrets
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -39,11 +41,26 @@ LONG_FILES = (
     "tests/cuda/test_compile.py",
     "tests/triton/test_attention.py",
 )
+SEEDS = Random()
 
 
 def pytest_collection_modifyitems(items):
     """Long files first; the order is otherwise as it was."""
     items.sort(key=lambda item: not item.nodeid.startswith(LONG_FILES))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _seeds():
+    """Seeds of requests without one: a test that passes once passes in each run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(secrets, "randbits", SEEDS.getrandbits)
+        yield
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Before its fixtures, which may draw as well."""
+    SEEDS.seed(item.nodeid)
 
 
 def pytest_collection_finish():
