@@ -160,6 +160,8 @@ MUTATIONS = [
         ATTENTION,
         ("if (!masked || !wild) {", "if (true) {"),
         ("const uint64_t bits = seen[r] >> j;", "const uint64_t bits = kAllSeen;"),
+        ("keys.keys[key] + head * size", "keys.keys[key]"),
+        ("in_place ? call.slot_stride", "in_place ? call.head_size"),
         path="amx",
     ),
     *_of(

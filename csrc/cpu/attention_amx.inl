@@ -7,6 +7,10 @@
 
 constexpr int64_t kBlock = kTileRowsOfAmx;
 constexpr int64_t kKeyBlocks = kKeyTile / kBlock;
+constexpr int64_t kColumns = 4;           // register tiles of 16 values side by side
+constexpr int64_t kMostRowsInPlace = 16;  // of a KV head, that read keys where the cache has them
+
+int64_t column_groups(int64_t stride) { return (stride / kBlock + kColumns - 1) / kColumns; }
 
 // Rows of one KV head of a query tile, and the locations of its packed operands.
 struct HeadBlocks {
@@ -97,25 +101,26 @@ bool pack_values(const BF16* const* values, uint64_t kept, int64_t heads, int64_
 }
 
 // weights[row][key] = scale * query . key of 16 rows, of which `count` are written.
-FASTSPEC_AMX void score_block(const PairTile* queries, const BF16* keys, int64_t tiles,
-                              int64_t count, float scale, float* weights, NextRows<BF16>& next) {
+FASTSPEC_AMX void score_block(const PairTile* queries, const BF16* const* keys, int64_t key_stride,
+                              int64_t tiles, int64_t count, float scale, float* weights,
+                              NextRows<BF16>& next) {
   alignas(64) float scores[kKeyBlocks][kBlock][kBlock];  // [key][row] of each block of keys
-  const int64_t depth = tiles * kPairDepth, bytes = depth * sizeof(BF16);
+  const int64_t bytes = key_stride * sizeof(BF16), depth = tiles * kPairDepth;
   finish_stores(queries);
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
-  for (int64_t t = 0; t < tiles; ++t, ++queries, keys += kPairDepth) {
+  for (int64_t d = 0; d < depth; d += kPairDepth, ++queries) {
     next.fetch();
     _tile_loadd(4, queries, 64);
-    _tile_loadd(5, keys, bytes);
+    _tile_loadd(5, keys[0] + d, bytes);
     _tile_dpbf16ps(0, 5, 4);
-    _tile_loadd(6, keys + kBlock * depth, bytes);
+    _tile_loadd(6, keys[1] + d, bytes);
     _tile_dpbf16ps(1, 6, 4);
-    _tile_loadd(7, keys + 2 * kBlock * depth, bytes);
+    _tile_loadd(7, keys[2] + d, bytes);
     _tile_dpbf16ps(2, 7, 4);
-    _tile_loadd(5, keys + 3 * kBlock * depth, bytes);
+    _tile_loadd(5, keys[3] + d, bytes);
     _tile_dpbf16ps(3, 5, 4);
   }
   _tile_stored(0, scores[0], 64);
@@ -138,7 +143,6 @@ FASTSPEC_AMX void score_block(const PairTile* queries, const BF16* keys, int64_t
 // out[row][d] += sum over keys of weights[row][key] * values[key][d] of up to 16 rows that see any.
 FASTSPEC_AMX void sum_block(const float* weights, const uint64_t* seen, const BF16* values,
                             int64_t count, int64_t stride, float* out, NextRows<BF16>& next) {
-  constexpr int64_t kColumns = 4;  // register tiles of 16 values side by side
   alignas(64) BF16 pairs[kBlock][kKeyTile];
   alignas(64) float sums[kBlock][kColumns * kBlock];
   for (int64_t r = 0; r < count; ++r) {
@@ -219,26 +223,37 @@ void attend_by_tiles(const AttentionCall& call, const QueryTile& tile, const Key
   const float scale = scale_of_scores(call);
   const bool whole = size % kPairDepth == 0 && keys.size == kKeyTile;
   // Prefetches of the next data are spread over the products.
-  const int64_t lines = size / 4 / row_blocks(per_head) + 1;
+  const int64_t lines = kKeyTile * size * sizeof(BF16) / 64 / row_blocks(per_head);  // of a head
   const int64_t row_size = tile.num_kv_heads * size;
-  NextRows<BF16> values = {keys.keys + kKeyTile, 0, row_size, lines},
-                 next = {keys.keys + 2 * kKeyTile, 0, row_size, 2 * lines};
+  NextRows<BF16> values = {keys.keys + kKeyTile, 0, row_size,
+                           lines / (pair_tiles(size) + kKeyBlocks) + 1},
+                 next = {keys.keys + 2 * kKeyTile, 0, row_size,
+                         lines / (column_groups(stride) * kKeyTile / kPairDepth) + 1};
   const auto pack_kept = [&](uint64_t kept) {
     const HeadBlocks first = blocks_of(call, tile, 0, scratch);
     const auto pack = whole && kept == kAllSeen ? pack_values<true> : pack_values<false>;
     return pack(keys.keys + kKeyTile, kept, tile.num_kv_heads, size,
                 kKeyTile * first.tiles * kPairDepth, first.values);
   };
-  const auto pack_all = whole ? pack_keys<true> : pack_keys<false>;
-  pack_all(keys, tile.num_kv_heads, size, blocks_of(call, tile, 0, scratch).keys);
+  const bool in_place = whole && per_head <= kMostRowsInPlace && call.block_size % kBlock == 0;
+  if (!in_place) {
+    const auto pack_all = whole ? pack_keys<true> : pack_keys<false>;
+    pack_all(keys, tile.num_kv_heads, size, blocks_of(call, tile, 0, scratch).keys);
+  }
   for (int64_t head = 0; head < tile.num_kv_heads; ++head) {
     const HeadBlocks blocks = blocks_of(call, tile, head, scratch);
+    const int64_t key_stride = in_place ? call.slot_stride : blocks.tiles * kPairDepth;
+    const BF16* key_blocks[kKeyBlocks];
+    for (int64_t n = 0; n < kKeyBlocks; ++n) {
+      const int64_t key = n * kBlock;
+      key_blocks[n] = in_place ? keys.keys[key] + head * size : blocks.keys + key * key_stride;
+    }
     for (int64_t i = 0; i < per_head; i += kBlock) {
       const int64_t count = per_head - i < kBlock ? per_head - i : kBlock;
       const int64_t row = blocks.first_row + i;
       if (masked && !any_sees(scratch, i, count, group)) continue;
-      score_block(blocks.queries + i / kBlock * blocks.tiles, blocks.keys, blocks.tiles, count,
-                  scale, scratch.weights + row * kKeyTile, values);
+      score_block(blocks.queries + i / kBlock * blocks.tiles, key_blocks, key_stride, blocks.tiles,
+                  count, scale, scratch.weights + row * kKeyTile, values);
       for (int64_t r = 0; r < count; ++r) {
         const uint64_t seen = masked ? scratch.seen[(i + r) / group] : kAllSeen;
         soften<masked>(scratch.weights + (row + r) * kKeyTile, seen, call.softcap, row + r, scratch,

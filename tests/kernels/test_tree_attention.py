@@ -180,17 +180,17 @@ def row_of(case: Paged, b: int, num_rows: int, last: int) -> Paged:
 
 
 @compiled
-@pytest.mark.parametrize("group", [1, 3, 8])
+@pytest.mark.parametrize(("group", "head_size"), [(1, 48), (3, 48), (3, 64), (2, 96), (8, 48)])
 @pytest.mark.parametrize("window", [0, 50])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bits_of_a_row_depend_on_nothing_else(backend, group, window, dtype):
+def test_bits_of_a_row_depend_on_nothing_else(backend, group, head_size, window, dtype):
     """One token at a time, several at once, or inside a batch: the same bits.
 
     On GPUs, sequences of more packed rows of 16 bits than FEW_ROWS are a kind of their own.
     """
     lengths, rows = [1100, 90, 600], [20, 90, 5]
     most = FEW_ROWS if device_of(backend) == "cuda" and dtype != torch.float32 else math.inf
-    case = paged(lengths, rows, group=group, head_size=48, dtype=dtype)
+    case = paged(lengths, rows, group=group, head_size=head_size, dtype=dtype)
     whole = run(case, backend, sliding_window=window)
     for b, (length, count) in enumerate(zip(lengths, rows, strict=True)):
         last_row = int(case.cu_rows[b + 1])
