@@ -42,10 +42,11 @@ static void multiply_gated(const MlpWeights& weights, const MlpScratch& scratch,
   const Product gates = {weights.gate, nullptr, scratch.gate, Element::kFloat32, hidden};
   const Product ups = {weights.up, nullptr, scratch.up, Element::kFloat32, hidden};
   constexpr int64_t kFewRows = 16;
-  const int64_t most_outputs = rows.num_rows <= kFewRows ? hidden : kOutputTile;
-  member.share_runs(output_tiles(hidden), [&](int64_t tile, int64_t end_tile) {
-    const int64_t end = std::min(end_tile * kOutputTile, hidden);
-    for (int64_t first = tile * kOutputTile; first < end; first += most_outputs) {
+  const int64_t outputs = outputs_of_task(rows.num_rows);
+  const int64_t most_outputs = rows.num_rows <= kFewRows ? hidden : outputs;
+  member.share_runs(divided_up(hidden, outputs), [&](int64_t task, int64_t end_task) {
+    const int64_t end = std::min(end_task * outputs, hidden);
+    for (int64_t first = task * outputs; first < end; first += most_outputs) {
       const int64_t last = std::min(first + most_outputs, end);
       kernel.linear.multiply(rows, gates, first, last);
       kernel.linear.multiply(rows, ups, first, last);

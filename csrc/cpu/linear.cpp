@@ -22,17 +22,18 @@ void pack(const void* input, Element input_element, const PackedRows& rows, Team
 
 void multiply(const PackedRows& rows, const Product* products, int64_t count,
               Team::Member& member) {
-  const auto tiles_of = [&](int64_t i) { return output_tiles(products[i].num_outputs); };
-  int64_t tiles = 0;
-  for (int64_t i = 0; i < count; ++i) tiles += tiles_of(i);
-  member.share_runs(tiles, [&](int64_t first, int64_t last) {
+  const int64_t outputs = outputs_of_task(rows.num_rows);
+  const auto tasks_of = [&](int64_t i) { return divided_up(products[i].num_outputs, outputs); };
+  int64_t tasks = 0;
+  for (int64_t i = 0; i < count; ++i) tasks += tasks_of(i);
+  member.share_runs(tasks, [&](int64_t first, int64_t last) {
     for (int64_t i = 0; i < count && last > 0; ++i) {
-      if (first < tiles_of(i)) {
-        kernels().linear.multiply(rows, products[i], first * kOutputTile,
-                                  std::min(last * kOutputTile, products[i].num_outputs));
+      if (first < tasks_of(i)) {
+        kernels().linear.multiply(rows, products[i], first * outputs,
+                                  std::min(last * outputs, products[i].num_outputs));
       }
-      first = std::max<int64_t>(first - tiles_of(i), 0);
-      last -= tiles_of(i);
+      first = std::max<int64_t>(first - tasks_of(i), 0);
+      last -= tasks_of(i);
     }
   });
 }
@@ -44,8 +45,8 @@ void linear(const LinearCall& call) {
   });
   const Product product = {call.weight, call.bias, call.out, call.element, call.num_outputs};
   const int64_t products = call.num_rows * call.num_outputs * call.depth;
-  const int64_t most = output_tiles(call.num_outputs);  // which are the tasks
-  const int64_t workers = std::min(workers_for(products, kProductsPerWorker), most);
+  const int64_t tasks = divided_up(call.num_outputs, outputs_of_task(call.num_rows));
+  const int64_t workers = std::min(workers_for(products, kProductsPerWorker), tasks);
   Team(workers, 2).run([&](Team::Member& member) {
     pack(call.input, call.element, *rows, member);
     multiply(*rows, &product, 1, member);

@@ -62,6 +62,12 @@ constexpr int64_t kProductsPerWorker = 1 << 17;  // multiply-adds: tens of us, w
 
 inline int64_t output_tiles(int64_t num_outputs) { return divided_up(num_outputs, kOutputTile); }
 
+// Outputs of a task: with many rows two tiles, which share loads of the rows.
+constexpr int64_t kManyRows = 32;
+constexpr int64_t outputs_of_task(int64_t num_rows) {
+  return num_rows > kManyRows ? 2 * kOutputTile : kOutputTile;
+}
+
 PackedRows take_rows(Element element, int64_t num_rows, int64_t depth, Arena& arena);
 
 // Phase: calls body(row), which packs a row, for all rows. One worker handles rows that share cache

@@ -137,75 +137,95 @@ struct TileSums {
   float of[kOutputTile][kTileRowsOfAmx];
 };
 
-// The weights of up to 16 outputs times 16 * blocks rows. Tile 4 is for weights, 5 to 7 for rows.
-template <int blocks>
+// Where a register tile of weights is read, and the distance between its outputs.
+struct WeightTile {
+  const BF16* from;
+  int64_t bytes;
+};
+
+// Weights of `outputs` outputs and `depth` values; a tile that lacks some is copied.
+FASTSPEC_INLINE WeightTile weight_tile(const BF16* weight, int64_t stride, int64_t outputs,
+                                       int64_t depth, BF16 (*copy)[kPairDepth]) {
+  if (outputs >= kOutputTile && depth >= kPairDepth) {
+    return {weight, stride * static_cast<int64_t>(sizeof(BF16))};
+  }
+  const int64_t count = depth < kPairDepth ? depth : kPairDepth;
+  std::memset(copy, 0, kOutputTile * sizeof(*copy));
+  for (int64_t n = 0; n < outputs && n < kOutputTile; ++n) {
+    std::memcpy(copy[n], weight + n * stride, count * sizeof(BF16));
+  }
+  finish_stores(copy);
+  return {copy[0], sizeof(*copy)};
+}
+
+constexpr int kMostTiles = 2;  // of outputs, and of rows, that are multiplied together
+
+// The weights of `outputs` outputs, in 1 or 2 tiles, times 1 or 2 blocks of 16 rows. Tiles 0 to 3
+// are for sums, 4 and 5 for weights, 6 and 7 for rows.
+template <int tiles, int blocks>
 FASTSPEC_AMX void multiply_blocks(const BF16* weight, int64_t outputs, int64_t depth,
-                                  const PairTile* rows, TileSums* sums) {
-  const int64_t tiles = pair_tiles(depth);
+                                  const PairTile* rows, bool prefetches, TileSums* sums) {
+  const int64_t steps = pair_tiles(depth);
+  BF16 copies[tiles][kOutputTile][kPairDepth];
   _tile_zero(0);
   if constexpr (blocks > 1) _tile_zero(1);
-  if constexpr (blocks > 2) _tile_zero(2);
-  if constexpr (blocks > 3) _tile_zero(3);
-  for (int64_t tile = 0; tile < tiles; ++tile, ++rows) {
-    const BF16* from = weight + tile * kPairDepth;
-    const int64_t left = depth - tile * kPairDepth;
-    if (outputs == kOutputTile && left >= kPairDepth) {
-      // The same place of the next 16 outputs.
-      for (int64_t n = 0; n < kOutputTile; ++n) {
-        __builtin_prefetch(from + (kOutputTile + n) * depth, 0, 2);
+  if constexpr (tiles > 1) _tile_zero(2);
+  if constexpr (tiles > 1 && blocks > 1) _tile_zero(3);
+  for (int64_t step = 0; step < steps; ++step, ++rows) {
+    const BF16* from = weight + step * kPairDepth;
+    const int64_t left = depth - step * kPairDepth;
+    if (prefetches && outputs == tiles * kOutputTile && left >= kPairDepth) {
+      // The same place of the next outputs.
+      for (int64_t n = 0; n < tiles * kOutputTile; ++n) {
+        __builtin_prefetch(from + (tiles * kOutputTile + n) * depth, 0, 2);
       }
-      _tile_loadd(4, from, depth * sizeof(BF16));
-    } else {
-      BF16 copy[kOutputTile][kPairDepth] = {};
-      const int64_t count = left < kPairDepth ? left : kPairDepth;
-      for (int64_t n = 0; n < outputs; ++n) {
-        std::memcpy(copy[n], from + n * depth, count * sizeof(BF16));
-      }
-      finish_stores(copy);
-      _tile_loadd(4, copy, 64);
     }
-    _tile_loadd(5, rows, 64);
-    _tile_dpbf16ps(0, 4, 5);
+    const WeightTile first = weight_tile(from, depth, outputs, left, copies[0]);
+    _tile_loadd(4, first.from, first.bytes);
+    _tile_loadd(6, rows, 64);
+    _tile_dpbf16ps(0, 4, 6);
     if constexpr (blocks > 1) {
-      _tile_loadd(6, rows + tiles, 64);
-      _tile_dpbf16ps(1, 4, 6);
+      _tile_loadd(7, rows + steps, 64);
+      _tile_dpbf16ps(1, 4, 7);
     }
-    if constexpr (blocks > 2) {
-      _tile_loadd(7, rows + 2 * tiles, 64);
-      _tile_dpbf16ps(2, 4, 7);
-    }
-    if constexpr (blocks > 3) {
-      _tile_loadd(5, rows + 3 * tiles, 64);
-      _tile_dpbf16ps(3, 4, 5);
+    if constexpr (tiles > 1) {
+      const WeightTile second =
+          weight_tile(from + kOutputTile * depth, depth, outputs - kOutputTile, left, copies[1]);
+      _tile_loadd(5, second.from, second.bytes);
+      _tile_dpbf16ps(2, 5, 6);
+      if constexpr (blocks > 1) _tile_dpbf16ps(3, 5, 7);
     }
   }
   _tile_stored(0, sums[0].of, 64);
   if constexpr (blocks > 1) _tile_stored(1, sums[1].of, 64);
-  if constexpr (blocks > 2) _tile_stored(2, sums[2].of, 64);
-  if constexpr (blocks > 3) _tile_stored(3, sums[3].of, 64);
+  if constexpr (tiles > 1) _tile_stored(2, sums[2].of, 64);
+  if constexpr (tiles > 1 && blocks > 1) _tile_stored(3, sums[3].of, 64);
 }
 
 FASTSPEC_AMX void multiply_tiles(const PackedRows& packed, const Product& product, int64_t first,
                                  int64_t last) {
-  constexpr int64_t kMostBlocks = 4;
   const BF16* weight = static_cast<const BF16*>(product.weight);
   const PairTile* rows = static_cast<const PairTile*>(packed.data);
   const int64_t depth = packed.depth, all = row_blocks(packed.num_rows);
-  TileSums sums[kMostBlocks];
+  const int64_t most_outputs = outputs_of_task(packed.num_rows);
+  TileSums sums[kMostTiles * kMostTiles];
   configure_tiles();
-  for (int64_t n = first; n < last; n += kOutputTile) {
-    const int64_t outputs = last - n < kOutputTile ? last - n : kOutputTile;
-    for (int64_t block = 0; block < all; block += kMostBlocks) {
-      const int64_t blocks = all - block < kMostBlocks ? all - block : kMostBlocks;
-      const auto run = blocks == 1   ? multiply_blocks<1>
-                       : blocks == 2 ? multiply_blocks<2>
-                       : blocks == 3 ? multiply_blocks<3>
-                                     : multiply_blocks<4>;
-      run(weight + n * depth, outputs, depth, rows + block * pair_tiles(depth), sums);
-      for (int64_t b = 0; b < blocks; ++b) {
-        const int64_t row = (block + b) * kTileRowsOfAmx, left = packed.num_rows - row;
-        write_tile(product, sums[b].of, row, left < kTileRowsOfAmx ? left : kTileRowsOfAmx, n,
-                   outputs, packed.element);
+  for (int64_t n = first; n < last; n += most_outputs) {
+    const int64_t outputs = last - n < most_outputs ? last - n : most_outputs;
+    const bool two_tiles = outputs > kOutputTile;
+    for (int64_t block = 0; block < all; block += kMostTiles) {
+      const bool two_blocks = all - block > 1;
+      const auto run = two_tiles    ? two_blocks ? multiply_blocks<2, 2> : multiply_blocks<2, 1>
+                       : two_blocks ? multiply_blocks<1, 2>
+                                    : multiply_blocks<1, 1>;
+      run(weight + n * depth, outputs, depth, rows + block * pair_tiles(depth), block == 0, sums);
+      for (int64_t i = 0; i < kMostTiles * kMostTiles; ++i) {
+        const int64_t output = i / kMostTiles * kOutputTile;
+        const int64_t row = (block + i % kMostTiles) * kTileRowsOfAmx;
+        const int64_t columns = outputs - output, count = packed.num_rows - row;
+        if (columns <= 0 || count <= 0) continue;
+        write_tile(product, sums[i].of, row, count < kTileRowsOfAmx ? count : kTileRowsOfAmx,
+                   n + output, columns < kOutputTile ? columns : kOutputTile, packed.element);
       }
     }
   }
