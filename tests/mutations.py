@@ -165,10 +165,17 @@ MUTATIONS = [
         path="amx",
     ),
     *_of(
+        "csrc/cpu/linear_dot.inl",
+        "tests/kernels/test_linear.py",
+        ("from + kOutputTile * depth, depth", "from, depth"),
+        ("rows + steps, 64", "rows, 64"),
+        path="amx",
+    ),
+    *_of(
         "csrc/cpu/linear.cpp",
         "tests/kernels/test_decoder_layers.py",
-        ("first = std::max<int64_t>(first - tiles_of(i), 0);", ""),
-        ("if (first < tiles_of(i)) {", "if (first == 0) {"),
+        ("first = std::max<int64_t>(first - tasks_of(i), 0);", ""),
+        ("if (first < tasks_of(i)) {", "if (first == 0) {"),
     ),
     *_of(
         "csrc/cpu/linear.inl",

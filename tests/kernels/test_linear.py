@@ -26,7 +26,7 @@ def case(rows, num_outputs, depth, dtype, seed=0):
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_values(backend, dtype):
     tolerance = TOLERANCE[dtype]
-    for shape, rows in product(SHAPES, (0, 1, 2, 3, 5, 8, 12, 33)):
+    for shape, rows in product(SHAPES, (0, 1, 2, 3, 5, 8, 12, 33, 50)):
         x, weight, bias = case(rows, *shape, dtype)
         for given in (bias, None):
             expected = x.double() @ weight.double().T + (0 if given is None else given.double())
@@ -39,9 +39,9 @@ def test_values(backend, dtype):
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_a_rows_bits_do_not_depend_on_the_call(dtype, restore_threads):
     for shape in SHAPES:
-        x, weight, bias = case(13, *shape, dtype)
+        x, weight, bias = case(70, *shape, dtype)
         alone = torch.cat([linear(row[None], weight, bias) for row in x])
-        for threads, count in product((1, 2, 3), range(1, 14)):
+        for threads, count in product((1, 2, 3), (*range(1, 14), 17, 33, 50, 70)):
             torch.set_num_threads(threads)
             out = linear(x[:count], weight, bias)
             assert torch.equal(out, alone[:count]), (shape, threads, count)
