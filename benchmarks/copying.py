@@ -3,7 +3,7 @@
 `python -m benchmarks.copying` decodes the bundled chat prompts greedily, one after the other, with
 plain decoding and each method in turn, and appends a record; `python -m benchmarks.report` prints
 it. SmolLM2 has to be fetched. Times are of whole requests, with the reading of the prompt. Suffix
-engines also copy from their earlier answers, as they would in use.
+copies are also of the engine's earlier answers, as they would be in use.
 """
 
 import argparse
@@ -24,13 +24,26 @@ from fastspec.tools.bench import describe_environment
 
 RECORDS = harness.RESULTS / "copying.jsonl"
 PLAIN = "plain"
-LOOKUP = {"prompt_lookup_min": 2}
 SUFFIX = {"num_speculative_tokens": 15, "suffix_max_spec_factor": 3.0}
 SETTINGS = {
-    "prompt_lookup": LOOKUP | {"num_speculative_tokens": 12, "prompt_lookup_max": 16},
-    "prompt_lookup, K=4": LOOKUP | {"num_speculative_tokens": 4, "prompt_lookup_max": 4},
+    "prompt_lookup": {
+        "num_speculative_tokens": 12,
+        "prompt_lookup_min": 1,
+        "prompt_lookup_max": 16,
+    },
+    "prompt_lookup, K=4": {
+        "num_speculative_tokens": 4,
+        "prompt_lookup_min": 2,
+        "prompt_lookup_max": 4,
+    },
     "suffix": SUFFIX,
     "suffix, tree": SUFFIX | {"tree_nodes": 11},
+    "eagle3, copies first": {
+        "num_speculative_tokens": 3,
+        "confidence_threshold": 0.3,
+        "draft_bits": 8,
+        "suffix_tokens": 15,
+    },
 }
 SPECS = {name: SpecConfig(name.split(",")[0], **given) for name, given in SETTINGS.items()}
 # Kinds whose answers repeat much of the prompt; they are also counted together.

@@ -13,7 +13,7 @@ def copying(record: dict) -> str:
         f" {record['dtype']}`): the speed-up over plain decoding, with the reading of prompts"
         " included, and in parentheses the tokens per target step."
         f" {'; '.join(settings(*pair) for pair in record['settings'].items())}."
-        " `suffix` copies from its earlier answers too.",
+        " Suffix copies are also of earlier answers.",
         "",
         *table_head("method", *kinds),
     ]

@@ -12,8 +12,9 @@ def test_copies_are_measured_and_told():
     tokenizer = load_tokenizer("target", "tiny")
     prompts = [tokenizer(text).input_ids for text in ("import os\n", "def add(a, b):\n" * 3)]
     config = EngineConfig(dtype="float32", device="cpu")
-    methods = copying.measured("tiny", copying.SPECS, prompts, ["summary", "edit"], config, 12)
-    assert list(methods) == list(copying.SPECS)  # plain decoding is what they are compared with
+    specs = {name: spec for name, spec in copying.SPECS.items() if spec.method != "eagle3"}
+    methods = copying.measured("tiny", specs, prompts, ["summary", "edit"], config, 12)
+    assert list(methods) == list(specs)  # plain decoding is what they are compared with
     for row in methods.values():
         assert list(row) == ["summary", "edit", "summary and edit"]
         assert all(cell["speed_up"] > 0 and cell["tokens_per_step"] >= 1 for cell in row.values())
@@ -34,7 +35,7 @@ def test_copies_are_measured_and_told():
     (row,) = (line for line in page.splitlines() if line.startswith("| `suffix`, tree |"))
     assert row.split(" | ")[2] == "2.05x (2.38)"
     assert "`prompt_lookup`, K=4: matches of 2 to 4 tokens; `suffix`: K=15, " in page
-    assert "`suffix_max_spec_factor=3`, `tree_nodes=11`." in page
+    assert "`suffix_max_spec_factor=3`, `tree_nodes=11`;" in page
 
 
 def test_a_kind_alone_has_no_column_of_both():
