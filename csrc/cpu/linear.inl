@@ -161,35 +161,42 @@ FASTSPEC_INLINE void with_rows(int64_t num_rows, const Run& run) {
   run(std::integral_constant<int, most>());
 }
 
-// A few outputs at a time are multiplied by all rows, up to six at once unless they are near, so
-// that both stay in the nearest caches. Rows are `stride` values apart.
+// A few outputs at a time are multiplied by all rows that the second-level cache keeps meanwhile,
+// up to six at once unless they are near, so that both stay in the nearest caches. Rows are
+// `stride` values apart.
 template <class Tiles, class X, class W>
 void multiply_tiles_of(const PackedRows& rows, const Product& product, const X* input,
                        const W* weight, int64_t stride, int64_t first, int64_t last) {
   using Near = NearRows<X, W>;
   constexpr int kMostOfGroup = 6;
-  const int64_t num_groups = divided_up(rows.num_rows, kMostOfGroup);
-  const int64_t output_bytes = rows.depth * sizeof(W);
+  constexpr int64_t kMostBytes = 1 << 19;  // of rows
+  const int64_t output_bytes = rows.depth * sizeof(W), row_bytes = stride * sizeof(X);
   const bool are_near = Near::fit(rows.num_rows, stride);
-  for (int64_t n = first; n < last; n += kOutputTile) {
-    const int64_t end = n + kOutputTile < last ? n + kOutputTile : last;
-    const W* from = weight + n * rows.depth;
-    if (are_near) {
-      with_rows<Near::kMostRows>(rows.num_rows, [&](auto count) {
-        multiply_rows<count.value, Near::template kOutputs<count.value>, Tiles>(
-            rows, product, input, stride, from, Near::ahead(output_bytes), 0, n, end);
-      });
-      continue;
-    }
-    for (int64_t row = 0, group = 0; group < num_groups; ++group) {
-      const int64_t left = rows.num_rows - row;
-      with_rows<kMostOfGroup>(divided_up(left, num_groups - group), [&](auto count) {
-        constexpr int outputs = Tiles::template kOutputs<count.value>;
-        multiply_rows<count.value, outputs, Tiles>(
-            rows, product, input + row * stride, stride, from,
-            ahead_of<outputs>(group, num_groups, output_bytes), row, n, end);
-        row += count.value;
-      });
+  const int64_t num_parts = rows.num_rows * row_bytes / kMostBytes + 1;
+  for (int64_t part = 0; part < num_parts; ++part) {
+    const int64_t start = rows.num_rows * part / num_parts;
+    const int64_t num_rows = rows.num_rows * (part + 1) / num_parts - start;
+    const int64_t num_groups = divided_up(num_rows, kMostOfGroup);
+    for (int64_t n = first; n < last; n += kOutputTile) {
+      const int64_t end = n + kOutputTile < last ? n + kOutputTile : last;
+      const W* from = weight + n * rows.depth;
+      if (are_near) {
+        with_rows<Near::kMostRows>(num_rows, [&](auto count) {
+          multiply_rows<count.value, Near::template kOutputs<count.value>, Tiles>(
+              rows, product, input, stride, from, Near::ahead(output_bytes), 0, n, end);
+        });
+        continue;
+      }
+      for (int64_t row = start, group = 0; group < num_groups; ++group) {
+        const int64_t left = start + num_rows - row;
+        with_rows<kMostOfGroup>(divided_up(left, num_groups - group), [&](auto count) {
+          constexpr int outputs = Tiles::template kOutputs<count.value>;
+          multiply_rows<count.value, outputs, Tiles>(
+              rows, product, input + row * stride, stride, from,
+              ahead_of<outputs>(group, num_groups, output_bytes), row, n, end);
+          row += count.value;
+        });
+      }
     }
   }
 }
