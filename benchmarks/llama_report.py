@@ -6,7 +6,7 @@ from benchmarks.tables import table_head, table_row, where
 
 
 def llama_cpp(runs: list[dict]) -> str:
-    """Table of the peer's speeds and ours, medians of the rounds of one run."""
+    """Tables of the peer's speeds and ours, medians of the rounds of one run."""
     names = {
         "fastspec": "fastspec, plain",
         "llama_cpp": "llama.cpp (`llama-bench`)",
@@ -20,6 +20,18 @@ def llama_cpp(runs: list[dict]) -> str:
     lines.append(
         table_row("fastspec / llama.cpp", *(f"**{r['ratio_to_llama_cpp']:.2f}x**" for r in runs))
     )
+    size = runs[0]["prompt_tokens"]
+    lines += [
+        "",
+        f"Reading a prompt of {size} tokens, ours and Hugging Face's with a first token:",
+        "",
+    ]
+    lines += table_head("prompt tokens per second", *(run["dtype"] for run in runs))
+    for name in ("fastspec", "llama_cpp", "hugging_face"):
+        medians = (statistics.median(run["prompt_tokens_per_s"][name]) for run in runs)
+        lines.append(table_row(names[name], *(f"{speed:.0f}" for speed in medians)))
+    ratios = (f"**{run['prompt_ratio_to_llama_cpp']:.2f}x**" for run in runs)
+    lines.append(table_row("fastspec / llama.cpp", *ratios))
     places = sorted({f"{run['llama_cpp']}. {where(run)}" for run in runs})
     return "\n".join([*lines, "", "`python -m benchmarks.llama_cpp`, alternating rounds.", *places])
 
