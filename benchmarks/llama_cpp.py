@@ -81,7 +81,8 @@ def fastspec(dtype: str, tokens: int, repetitions: int) -> Speeds:
     prompt = torch.randint(model.config.vocab_size, (PROMPT_TOKENS,)).tolist()
     one = SamplingParams(temperature=0, max_tokens=1)
     to_first = [timed(lambda: engine.generate([prompt], one)) for _ in range(1 + repetitions)]
-    generate(model, ids, 4)  # warms up
+    for text in (ids, prompt):
+        generate(model, text, 4)  # warms up
     after_first = generate(model, ids, tokens + 1) - generate(model, ids, 1)
     return {
         "writing": {

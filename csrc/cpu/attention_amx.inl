@@ -1,5 +1,6 @@
-// bfloat16 rows against a key tile by AMX. Keys and values are packed; scores have keys along the
-// rows of a register tile. Weights become bfloat16. Included by tree_attention.inl.
+// bfloat16 rows against a key tile by AMX. Values are packed, and keys for many rows; few rows load
+// the same register tiles from the cache. Scores have keys along the rows of a register tile.
+// Weights become bfloat16. Included by tree_attention.inl.
 //
 // Rows of a register tile never mix, so a row's bits do not depend on the others.
 

@@ -42,7 +42,7 @@ static void multiply_gated(const MlpWeights& weights, const MlpScratch& scratch,
   const Product gates = {weights.gate, nullptr, scratch.gate, Element::kFloat32, hidden};
   const Product ups = {weights.up, nullptr, scratch.up, Element::kFloat32, hidden};
   constexpr int64_t kFewRows = 16;
-  const int64_t outputs = outputs_of_task(rows.num_rows);
+  const int64_t outputs = outputs_of_task(rows);
   const int64_t most_outputs = rows.num_rows <= kFewRows ? hidden : outputs;
   member.share_runs(divided_up(hidden, outputs), [&](int64_t task, int64_t end_task) {
     const int64_t end = std::min(end_task * outputs, hidden);

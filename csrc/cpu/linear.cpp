@@ -22,7 +22,7 @@ void pack(const void* input, Element input_element, const PackedRows& rows, Team
 
 void multiply(const PackedRows& rows, const Product* products, int64_t count,
               Team::Member& member) {
-  const int64_t outputs = outputs_of_task(rows.num_rows);
+  const int64_t outputs = outputs_of_task(rows);
   const auto tasks_of = [&](int64_t i) { return divided_up(products[i].num_outputs, outputs); };
   int64_t tasks = 0;
   for (int64_t i = 0; i < count; ++i) tasks += tasks_of(i);
@@ -45,7 +45,7 @@ void linear(const LinearCall& call) {
   });
   const Product product = {call.weight, call.bias, call.out, call.element, call.num_outputs};
   const int64_t products = call.num_rows * call.num_outputs * call.depth;
-  const int64_t tasks = divided_up(call.num_outputs, outputs_of_task(call.num_rows));
+  const int64_t tasks = divided_up(call.num_outputs, outputs_of_task(*rows));
   const int64_t workers = std::min(workers_for(products, kProductsPerWorker), tasks);
   Team(workers, 2).run([&](Team::Member& member) {
     pack(call.input, call.element, *rows, member);

@@ -62,10 +62,10 @@ constexpr int64_t kProductsPerWorker = 1 << 17;  // multiply-adds: tens of us, w
 
 inline int64_t output_tiles(int64_t num_outputs) { return divided_up(num_outputs, kOutputTile); }
 
-// Outputs of a task: with many rows two tiles, which share loads of the rows.
-constexpr int64_t kManyRows = 32;
-constexpr int64_t outputs_of_task(int64_t num_rows) {
-  return num_rows > kManyRows ? 2 * kOutputTile : kOutputTile;
+// Outputs of a task: two tiles for many rows that share cache lines, as they then share loads.
+inline int64_t outputs_of_task(const PackedRows& rows) {
+  const bool many = rows.together > 1 && rows.num_rows > 2 * rows.together;
+  return many ? 2 * kOutputTile : kOutputTile;
 }
 
 PackedRows take_rows(Element element, int64_t num_rows, int64_t depth, Arena& arena);

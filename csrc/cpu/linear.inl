@@ -1,4 +1,5 @@
-// Rows times weights in register tiles; every weight is read from memory once for all rows.
+// Rows times weights in register tiles; every weight is read from memory once for all rows, or once
+// for each large part of very many.
 //
 // The sum of each pair of row and output has its own accumulator and adds terms in the same order
 // for any tile, so a row's result does not depend on the other rows.
@@ -169,10 +170,12 @@ void multiply_tiles_of(const PackedRows& rows, const Product& product, const X* 
                        const W* weight, int64_t stride, int64_t first, int64_t last) {
   using Near = NearRows<X, W>;
   constexpr int kMostOfGroup = 6;
-  constexpr int64_t kMostBytes = 1 << 19;  // of rows
+  constexpr int64_t kMostBytes = 1 << 19, kLeastRows = 64;  // of a part, if there are several
   const int64_t output_bytes = rows.depth * sizeof(W), row_bytes = stride * sizeof(X);
   const bool are_near = Near::fit(rows.num_rows, stride);
-  const int64_t num_parts = rows.num_rows * row_bytes / kMostBytes + 1;
+  const int64_t most_parts = rows.num_rows < kLeastRows ? 1 : rows.num_rows / kLeastRows;
+  const int64_t parts = rows.num_rows * row_bytes / kMostBytes + 1;  // 1 if rows are near
+  const int64_t num_parts = parts < most_parts ? parts : most_parts;
   for (int64_t part = 0; part < num_parts; ++part) {
     const int64_t start = rows.num_rows * part / num_parts;
     const int64_t num_rows = rows.num_rows * (part + 1) / num_parts - start;

@@ -143,13 +143,14 @@ struct WeightTile {
   int64_t bytes;
 };
 
-// Weights of `outputs` outputs and `depth` values; a tile that lacks some is copied.
+// The first `outputs` outputs, `stride` values apart, with `left` values each; a tile that lacks
+// outputs or values is copied.
 FASTSPEC_INLINE WeightTile weight_tile(const BF16* weight, int64_t stride, int64_t outputs,
-                                       int64_t depth, BF16 (*copy)[kPairDepth]) {
-  if (outputs >= kOutputTile && depth >= kPairDepth) {
+                                       int64_t left, BF16 (*copy)[kPairDepth]) {
+  if (outputs >= kOutputTile && left >= kPairDepth) {
     return {weight, stride * static_cast<int64_t>(sizeof(BF16))};
   }
-  const int64_t count = depth < kPairDepth ? depth : kPairDepth;
+  const int64_t count = left < kPairDepth ? left : kPairDepth;
   std::memset(copy, 0, kOutputTile * sizeof(*copy));
   for (int64_t n = 0; n < outputs && n < kOutputTile; ++n) {
     std::memcpy(copy[n], weight + n * stride, count * sizeof(BF16));
@@ -207,7 +208,7 @@ FASTSPEC_AMX void multiply_tiles(const PackedRows& packed, const Product& produc
   const BF16* weight = static_cast<const BF16*>(product.weight);
   const PairTile* rows = static_cast<const PairTile*>(packed.data);
   const int64_t depth = packed.depth, all = row_blocks(packed.num_rows);
-  const int64_t most_outputs = outputs_of_task(packed.num_rows);
+  const int64_t most_outputs = outputs_of_task(packed);
   TileSums sums[kMostTiles * kMostTiles];
   configure_tiles();
   for (int64_t n = first; n < last; n += most_outputs) {

@@ -10,8 +10,8 @@ namespace fastspec::cpu::FASTSPEC_ISA {
 namespace {
 
 constexpr float kMinusInfinity = -kInfinity;
-constexpr int64_t kGroupForTiles = 2;      // query heads of a KV head
-constexpr int64_t kQueriesForTiles = 192;  // values of these heads together
+constexpr int64_t kGroupForTiles = 4;      // query heads of a KV head
+constexpr int64_t kQueriesForTiles = 192;  // values of a smaller group's heads together
 constexpr int64_t kRowsToPack = 32;        // of a KV head
 constexpr int64_t kKeyStep = 16;           // keys before switching to the next KV head
 
@@ -215,8 +215,8 @@ bool look_at(const QueryTile& tile, int64_t first_key, const AttentionScratch& s
 template <class T>
 bool by_tiles(const AttentionCall& call) {
   const int64_t group = call.num_heads / call.num_kv_heads;
-  return std::is_same_v<T, BF16> && multiplies_tiles() && group >= kGroupForTiles &&
-         group * call.head_size >= kQueriesForTiles;
+  return std::is_same_v<T, BF16> && multiplies_tiles() &&
+         (group >= kGroupForTiles || (group > 1 && group * call.head_size >= kQueriesForTiles));
 }
 
 // Whether packing keys can pay off. It saves sums across lanes, which AMD's processors overlap with

@@ -83,7 +83,9 @@ class Layers:
 
         self.weights = [weights() for _ in range(number)]
         self.options = FULL if full else PLAIN
-        self.caches = [[random(9, 4, kv_heads, head_size) for _ in self.weights] for _ in range(2)]
+        written = [[random(9, 4, kv_heads, head_size) for _ in self.weights] for _ in range(2)]
+        free = torch.zeros(3, 4, kv_heads, head_size, dtype=dtype)
+        self.caches = [[torch.cat([cache, free]) for cache in side] for side in written]
         self.rows = torch.randn(64, size, generator=generator)
         self.embeddings = torch.randn(64, embeddings, generator=generator) if embeddings else None
         self.angles = torch.randn(64, self.rotated, generator=generator)
@@ -197,10 +199,11 @@ def assert_rows_stand_alone(layer: Layers):
         for number in (1, 2, 4, 5, 9):
             together, _ = layer.run(list(range(number)), table, [number], [number])
             assert torch.equal(together, rows[:number]), (threads, number)
-        more, _ = layer.run(
-            [*range(20, 31), *range(count)], [[1, 3, 5], *table], [11, count], [11, count]
-        )
-        assert torch.equal(more[11:], rows), threads
+        for others, other_table in ((11, [1, 3, 5]), (36, [1, 3, *range(5, 12)])):
+            numbers = [*range(20, 20 + others), *range(count)]
+            tables = [other_table, table[0] + [0] * (len(other_table) - len(table[0]))]
+            more, _ = layer.run(numbers, tables, [others, count], [others, count])
+            assert torch.equal(more[others:], rows), (threads, others)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

@@ -150,11 +150,15 @@ def test_query_may_be_a_view(backend, strided):
 
 
 @backends
-def test_caches_may_be_interleaved(backend):
-    case = paged([40, 17], [3, 2])
+@pytest.mark.parametrize("dim", [1, 2])  # of blocks, or of slots
+@pytest.mark.parametrize(
+    "sizes", [{}, {"group": 3, "head_size": 64, "dtype": torch.bfloat16}], ids=["", "16 bits"]
+)
+def test_caches_may_be_interleaved(backend, dim, sizes):
+    case = paged([140, 17], [3, 2], **sizes)
     expected = dense_attention(case)
-    both = torch.stack([case.key_cache, case.value_cache], dim=1)  # [num_blocks, 2, ...]
-    case.key_cache, case.value_cache = both.unbind(1)
+    both = torch.stack([case.key_cache, case.value_cache], dim)
+    case.key_cache, case.value_cache = both.unbind(dim)
     assert_near(run(case, backend), expected)
 
 

@@ -91,6 +91,16 @@ def test_block_sizes(backend, block_size):
 
 
 @backends
+@pytest.mark.parametrize("block_size", [16, 24, 48])
+def test_few_rows_in_blocks_of_several_sizes(backend, block_size):
+    """AMX reads their keys where the cache has them, where 16 of them are in one block."""
+    case = paged(
+        [300, 77], [5, 3], group=3, head_size=64, block_size=block_size, dtype=torch.bfloat16
+    )
+    check(case, backend, ancestor_mask=trees(2, 5))
+
+
+@backends
 @pytest.mark.parametrize("num_rows", [1, 40])
 def test_long_contexts(backend, num_rows):
     lengths = [8192, 4097, 2048, 513, num_rows]
@@ -150,12 +160,19 @@ def test_bits_past_the_rows_are_ignored(backend, num_nodes, rows):
 
 
 @backends
-@pytest.mark.parametrize("group", [1, 8])
-@pytest.mark.parametrize("head_size", [16, 24])
+@pytest.mark.parametrize(
+    ("group", "head_size", "num_rows", "length", "node"),
+    [
+        (1, 16, 40, 150, 11),
+        (1, 24, 40, 150, 11),
+        (8, 16, 40, 150, 11),
+        (8, 24, 40, 150, 11),
+        (3, 64, 5, 192, 2),  # whole tiles of keys, which few rows read where they are
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_hidden_nodes_may_hold_anything(backend, group, head_size, dtype):
+def test_hidden_nodes_may_hold_anything(backend, group, head_size, num_rows, length, node, dtype):
     """NaN in one node, or before the window, reaches the rows that see it and no other."""
-    num_rows, length, node = 40, 150, 11
     case = paged([length], [num_rows], group=group, head_size=head_size, dtype=dtype)
     mask = trees(1, num_rows)
     clean, _ = run(case, backend, ancestor_mask=mask)
