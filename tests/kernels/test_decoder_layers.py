@@ -84,8 +84,7 @@ class Layers:
         self.weights = [weights() for _ in range(number)]
         self.options = FULL if full else PLAIN
         written = [[random(9, 4, kv_heads, head_size) for _ in self.weights] for _ in range(2)]
-        free = torch.zeros(3, 4, kv_heads, head_size, dtype=dtype)
-        self.caches = [[torch.cat([cache, free]) for cache in side] for side in written]
+        self.caches = [[torch.cat([cache, cache[:3]]) for cache in side] for side in written]
         self.rows = torch.randn(64, size, generator=generator)
         self.embeddings = torch.randn(64, embeddings, generator=generator) if embeddings else None
         self.angles = torch.randn(64, self.rotated, generator=generator)
