@@ -47,6 +47,15 @@ def test_a_rows_bits_do_not_depend_on_the_call(dtype, restore_threads):
             assert torch.equal(out, alone[:count]), (shape, threads, count)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_rows_that_go_in_parts_have_the_same_bits(dtype):
+    x, weight, bias = case(200, 19, 3000, dtype)
+    out = linear(x, weight, bias)
+    for first in range(0, 200, 5):
+        part = slice(first, first + 5)
+        assert torch.equal(out[part], linear(x[part], weight, bias)), first
+
+
 def test_leading_dimensions():
     x, weight, bias = case(6, 10, 20, torch.float32)
     expected = linear(x, weight, bias)
