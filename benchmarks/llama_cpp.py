@@ -33,6 +33,8 @@ RESULTS = harness.RESULTS / "llama_cpp.jsonl"
 TYPES = {"float32": "F32", "bfloat16": "BF16"}
 PROMPT = "Explain what a compiler does."
 PROMPT_TOKENS = 512  # of a prompt whose reading is timed
+# Tokens per second: {"writing" or "reading" a prompt: {engine: values}}.
+Speeds = dict[str, dict[str, list[float]]]
 
 
 def install(folder: Path) -> Path:
@@ -49,10 +51,6 @@ def converted(programs: Path, gguf: Path, dtype: str) -> Path:
     model = gguf.with_name(f"{dtype}.gguf")
     run([programs / "llama-quantize", "--allow-requantize", "--pure", gguf, model, TYPES[dtype]])
     return model
-
-
-# Tokens per second: {"writing" or "reading" a prompt: {engine: values}}.
-Speeds = dict[str, dict[str, list[float]]]
 
 
 def llama_cpp(programs: Path, model: Path, options: argparse.Namespace) -> dict[str, list[float]]:
@@ -74,10 +72,7 @@ def fastspec(dtype: str, tokens: int, repetitions: int) -> Speeds:
     for _ in range(1 + repetitions):  # the first one warms up
         times = [time.perf_counter() for event in engine.stream(ids, params) if event.token_ids]
         seconds.append((times[-1] - times[0]) / tokens)
-        start = time.perf_counter()
-        for weight in model.parameters():
-            weight.flatten().view(torch.float32).amax()  # of pairs where they have 16 bits
-        reads.append(time.perf_counter() - start)
+        reads.append(timed(lambda: read(model)))
     prompt = torch.randint(model.config.vocab_size, (PROMPT_TOKENS,)).tolist()
     one = SamplingParams(temperature=0, max_tokens=1)
     to_first = [timed(lambda: engine.generate([prompt], one)) for _ in range(1 + repetitions)]
@@ -95,6 +90,11 @@ def fastspec(dtype: str, tokens: int, repetitions: int) -> Speeds:
             "hugging_face": [PROMPT_TOKENS / generate(model, prompt, 1)],
         },
     }
+
+
+def read(model) -> None:
+    for weight in model.parameters():
+        weight.flatten().view(torch.float32).amax()  # of pairs where they have 16 bits
 
 
 def timed(call: Callable[[], object]) -> float:

@@ -13,31 +13,27 @@ def llama_cpp(runs: list[dict]) -> str:
         "hugging_face": "Hugging Face `generate`",
         "one_read": "one read of the weights per token",
     }
-    lines = table_head("tokens per second", *(run["dtype"] for run in runs))
-    for name, label in names.items():
-        medians = (median_speeds(run)[name] for run in runs)
-        lines.append(table_row(label, *(f"{speed:.1f}" for speed in medians)))
-    lines.append(
-        table_row("fastspec / llama.cpp", *(f"**{r['ratio_to_llama_cpp']:.2f}x**" for r in runs))
-    )
+
+    def table(prefix: str, digits: int) -> list[str]:
+        speeds = [median_speeds(run, f"{prefix}tokens_per_s") for run in runs]
+        lines = table_head(
+            f"{prefix}tokens per second".replace("_", " "), *(r["dtype"] for r in runs)
+        )
+        for name, label in names.items():
+            if name in speeds[0]:
+                lines.append(table_row(label, *(f"{each[name]:.{digits}f}" for each in speeds)))
+        ratios = (f"**{run[f'{prefix}ratio_to_llama_cpp']:.2f}x**" for run in runs)
+        return [*lines, table_row("fastspec / llama.cpp", *ratios), ""]
+
     size = runs[0]["prompt_tokens"]
-    lines += [
-        "",
-        f"Reading a prompt of {size} tokens, ours and Hugging Face's with a first token:",
-        "",
-    ]
-    lines += table_head("prompt tokens per second", *(run["dtype"] for run in runs))
-    for name in ("fastspec", "llama_cpp", "hugging_face"):
-        medians = (statistics.median(run["prompt_tokens_per_s"][name]) for run in runs)
-        lines.append(table_row(names[name], *(f"{speed:.0f}" for speed in medians)))
-    ratios = (f"**{run['prompt_ratio_to_llama_cpp']:.2f}x**" for run in runs)
-    lines.append(table_row("fastspec / llama.cpp", *ratios))
+    told = f"Reading a prompt of {size} tokens, ours and Hugging Face's with a first token:"
+    lines = [*table("", 1), told, "", *table("prompt_", 0)]
     places = sorted({f"{run['llama_cpp']}. {where(run)}" for run in runs})
-    return "\n".join([*lines, "", "`python -m benchmarks.llama_cpp`, alternating rounds.", *places])
+    return "\n".join([*lines, "`python -m benchmarks.llama_cpp`, alternating rounds.", *places])
 
 
-def median_speeds(record: dict) -> dict[str, float]:
-    return {name: statistics.median(rounds) for name, rounds in record["tokens_per_s"].items()}
+def median_speeds(record: dict, field: str = "tokens_per_s") -> dict[str, float]:
+    return {name: statistics.median(rounds) for name, rounds in record[field].items()}
 
 
 def llama_server(record: dict) -> str:

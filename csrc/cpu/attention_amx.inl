@@ -11,8 +11,6 @@ constexpr int64_t kKeyBlocks = kKeyTile / kBlock;
 constexpr int64_t kColumns = 4;           // register tiles of 16 values side by side
 constexpr int64_t kMostRowsInPlace = 16;  // of a KV head, that read keys where the cache has them
 
-int64_t column_groups(int64_t stride) { return (stride / kBlock + kColumns - 1) / kColumns; }
-
 // Rows of one KV head of a query tile, and the locations of its packed operands.
 struct HeadBlocks {
   int64_t num_rows, first_row, tiles;  // tiles of kPairDepth in a row
@@ -223,13 +221,13 @@ void attend_by_tiles(const AttentionCall& call, const QueryTile& tile, const Key
   const int64_t size = call.head_size, per_head = tile.num_rows / tile.num_kv_heads;
   const float scale = scale_of_scores(call);
   const bool whole = size % kPairDepth == 0 && keys.size == kKeyTile;
-  // Prefetches of the next data are spread over the products.
-  const int64_t lines = kKeyTile * size * sizeof(BF16) / 64 / row_blocks(per_head);  // of a head
+  // The lines of a head are prefetched in as many fetches as its blocks of rows make.
+  const int64_t lines = kKeyTile * size * sizeof(BF16) / 64 / row_blocks(per_head);
+  const int64_t score_fetches = pair_tiles(size) + kKeyBlocks;
+  const int64_t sum_fetches = divided_up(stride, kColumns * kBlock) * (kKeyTile / kPairDepth);
   const int64_t row_size = tile.num_kv_heads * size;
-  NextRows<BF16> values = {keys.keys + kKeyTile, 0, row_size,
-                           lines / (pair_tiles(size) + kKeyBlocks) + 1},
-                 next = {keys.keys + 2 * kKeyTile, 0, row_size,
-                         lines / (column_groups(stride) * kKeyTile / kPairDepth) + 1};
+  NextRows<BF16> values = {keys.keys + kKeyTile, 0, row_size, lines / score_fetches + 1},
+                 next = {keys.keys + 2 * kKeyTile, 0, row_size, lines / sum_fetches + 1};
   const auto pack_kept = [&](uint64_t kept) {
     const HeadBlocks first = blocks_of(call, tile, 0, scratch);
     const auto pack = whole && kept == kAllSeen ? pack_values<true> : pack_values<false>;

@@ -172,9 +172,15 @@ void multiply_tiles_of(const PackedRows& rows, const Product& product, const X* 
   constexpr int kMostOfGroup = 6;
   constexpr int64_t kMostBytes = 1 << 19, kLeastRows = 64;  // of a part, if there are several
   const int64_t output_bytes = rows.depth * sizeof(W), row_bytes = stride * sizeof(X);
-  const bool are_near = Near::fit(rows.num_rows, stride);
+  if (Near::fit(rows.num_rows, stride)) {
+    return with_rows<Near::kMostRows>(rows.num_rows, [&](auto count) {
+      multiply_rows<count.value, Near::template kOutputs<count.value>, Tiles>(
+          rows, product, input, stride, weight + first * rows.depth, Near::ahead(output_bytes), 0,
+          first, last);
+    });
+  }
   const int64_t most_parts = rows.num_rows < kLeastRows ? 1 : rows.num_rows / kLeastRows;
-  const int64_t parts = rows.num_rows * row_bytes / kMostBytes + 1;  // 1 if rows are near
+  const int64_t parts = rows.num_rows * row_bytes / kMostBytes + 1;
   const int64_t num_parts = parts < most_parts ? parts : most_parts;
   for (int64_t part = 0; part < num_parts; ++part) {
     const int64_t start = rows.num_rows * part / num_parts;
@@ -182,20 +188,12 @@ void multiply_tiles_of(const PackedRows& rows, const Product& product, const X* 
     const int64_t num_groups = divided_up(num_rows, kMostOfGroup);
     for (int64_t n = first; n < last; n += kOutputTile) {
       const int64_t end = n + kOutputTile < last ? n + kOutputTile : last;
-      const W* from = weight + n * rows.depth;
-      if (are_near) {
-        with_rows<Near::kMostRows>(num_rows, [&](auto count) {
-          multiply_rows<count.value, Near::template kOutputs<count.value>, Tiles>(
-              rows, product, input, stride, from, Near::ahead(output_bytes), 0, n, end);
-        });
-        continue;
-      }
       for (int64_t row = start, group = 0; group < num_groups; ++group) {
         const int64_t left = start + num_rows - row;
         with_rows<kMostOfGroup>(divided_up(left, num_groups - group), [&](auto count) {
           constexpr int outputs = Tiles::template kOutputs<count.value>;
           multiply_rows<count.value, outputs, Tiles>(
-              rows, product, input + row * stride, stride, from,
+              rows, product, input + row * stride, stride, weight + n * rows.depth,
               ahead_of<outputs>(group, num_groups, output_bytes), row, n, end);
           row += count.value;
         });
