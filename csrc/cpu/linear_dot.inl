@@ -45,10 +45,10 @@ struct PairTiles {
                                   : rows == 3 ? 2
                                               : 4;
 
-  template <int rows, int outputs>
+  template <int rows, int outputs, class Prefetch>
   __attribute__((target("avx512bf16"))) static void multiply(const BF16* input, int64_t stride,
                                                              const BF16* weight, int64_t depth,
-                                                             Ahead ahead, NativeF32* sums) {
+                                                             Prefetch ahead, NativeF32* sums) {
     const int64_t whole = depth / kPairDepth * kPairDepth;
     __m512 own[rows][outputs] = {};
     for (int64_t k = 0; k < whole; k += kPairDepth) {
@@ -67,14 +67,14 @@ struct PairTiles {
   }
 
  private:
-  template <int rows, int outputs>
+  template <int rows, int outputs, class Prefetch>
   __attribute__((target("avx512bf16"))) FASTSPEC_INLINE static void add(
       const BF16* input, int64_t stride, const BF16* weight, int64_t depth, __mmask32 mask,
-      Ahead ahead, __m512 (&sums)[rows][outputs]) {
+      Prefetch ahead, __m512 (&sums)[rows][outputs]) {
     __m512bh weights[outputs];
 #pragma GCC unroll 4
     for (int n = 0; n < outputs; ++n) {
-      ahead.fetch<rows, outputs>(weight + n * depth, n);
+      ahead.template fetch<rows, outputs>(weight + n * depth, n);
       weights[n] = bit_cast<__m512bh>(_mm512_maskz_loadu_epi16(mask, weight + n * depth));
     }
 #pragma GCC unroll 12
