@@ -452,6 +452,21 @@ MUTATIONS = [
         ("if not (is_like and is_next and part.is_contiguous()):", "if not is_next:"),
     ),
     *_of(
+        "fastspec/engine/loop.py",
+        "tests/engine/test_first_step.py",
+        ("if 1 < unread <= left and", "if 1 < unread <= left + 1 and"),
+        ("(is_first or not reads_target)", "is_first"),
+        ("(is_first or not reads_target)", "True"),
+        ("not request.lacks_prompt_logprobs and (is_first", "(is_first"),
+        ('"prefill" if reads_text else "verify"', '"verify"'),
+    ),
+    *_of(
+        "fastspec/engine/speculation.py",
+        "tests/engine/test_first_step.py",
+        ("return not is_free or request", "return request"),
+        ("or request.num_prompt_tokens == 1:", "or False:"),
+    ),
+    *_of(
         "fastspec/models/graphs.py",
         "tests/engine/test_graphs.py",
         ("a <= b <= factor * a for", "b <= factor * a for"),

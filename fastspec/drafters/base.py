@@ -415,7 +415,8 @@ class Drafter(Protocol):
     tokens raises depending on what it drew.
 
     One that has a true attribute `copies_texts` also gets requests with a prediction, which others
-    are spared: it reads `request.prompt_to_copy`.
+    are spared: it reads `request.prompt_to_copy`. One that has a true attribute `reads_target` is
+    asked only after the target has read all but the last of a text's tokens, others also before.
     """
 
     name: str

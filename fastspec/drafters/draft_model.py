@@ -48,6 +48,7 @@ class DraftModelDrafter:
     name = "draft_model"
     most_passes = sys.maxsize  # of a draft, otherwise one for each token
     keeps_drafts = True  # in its cache; otherwise it rereads accepted tokens
+    reads_target = False
 
     def __init__(
         self,

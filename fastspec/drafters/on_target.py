@@ -20,6 +20,8 @@ class OnTargetDrafter(DraftModelDrafter):
     drafting writes, from the last committed token on, are overwritten when the target verifies.
     """
 
+    reads_target = True
+
     @classmethod
     def copy_of(
         cls, target_model: PreTrainedModel, paged_target: PagedModel, context: DrafterContext

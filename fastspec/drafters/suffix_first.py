@@ -50,6 +50,7 @@ class SuffixFirst:
         draft = draft_model_of(model)
         assert draft is not None
         self.draft = draft
+        self.reads_target = draft.reads_target
         self._vocabulary = draft.vocabulary
         # For proposals without the model: one column, plus those for copied tokens.
         token_0 = torch.zeros(1, dtype=torch.int64, device=draft.runner.device)

@@ -31,6 +31,7 @@ class TargetReader(DraftModelDrafter):
         ValueError: the draft model was made for another target.
     """
 
+    reads_target = True
     kind: str  # name of its method and its models, for errors
     needs_whole_target = False  # not one that is split over processes
     model_class: type

@@ -452,9 +452,10 @@ class Engine:
     def step(self) -> list[StreamEvent]:
         """Advance every running request by one target pass and return the events of that step.
 
-        Up to config.prefill_chunk_size prompt tokens are read first. Requests whose prompts are not
-        fully read yet take no part, so there may be no events. Events that an interrupted step
-        could not return are returned by the next one.
+        Up to config.prefill_chunk_size prompt tokens are read; the pass that reads the end of a
+        prompt is the first that emits tokens. Requests whose prompts are not fully read yet emit
+        none, so there may be no events. Events that an interrupted step could not return are
+        returned by the next one.
 
         Raises:
             Exception: whatever a drafter raised in the previous step, which was decoded plainly.

@@ -19,7 +19,7 @@ from fastspec.engine.request import EngineRequest
 from fastspec.engine.schedule import Step
 from fastspec.engine.scheduler import Scheduler
 from fastspec.engine.speculation import Speculation
-from fastspec.engine.stats import PHASES, SpecStats
+from fastspec.engine.stats import SpecStats
 
 _INTERRUPTED = "an interrupt came while the engine changed what it knows of this request"
 
@@ -90,16 +90,21 @@ class Loop:
         seconds = perf_counter() - start
         for stats in (self.stats, *(request.stats for request in self.scheduler.running)):
             stats.seconds["prefill"] += seconds
-        groups: dict[Speculation, list[EngineRequest]] = {}
-        others: dict[bool, list[EngineRequest]] = {}
+        # By whether the pass also reads text before, which gives it another shape.
+        groups: dict[tuple[Speculation, bool], list[EngineRequest]] = {}
+        others: dict[tuple[bool, bool], list[EngineRequest]] = {}
         for request in ready:
-            speculation = self.speculations[request.params.drafter]
-            if speculation.limit(request):
-                groups.setdefault(speculation, []).append(request)
+            speculation, length = self.speculations[request.params.drafter], len(request.token_ids)
+            reads_text = request.num_cached < length - 1
+            is_first = length == request.num_prompt_tokens
+            if speculation.limit(request) and not (
+                is_first and speculation.must_start_plainly(request)
+            ):
+                groups.setdefault((speculation, reads_text), []).append(request)
             else:
-                others.setdefault(speculation.is_coupled, []).append(request)
-        for speculation, requests in groups.items():
-            self._step(speculation, requests, others.pop(speculation.is_coupled, []))
+                others.setdefault((speculation.is_coupled, reads_text), []).append(request)
+        for (speculation, reads_text), requests in groups.items():
+            self._step(speculation, requests, others.pop((speculation.is_coupled, reads_text), []))
         for requests in others.values():
             self._step(self.speculations[requests[0].params.drafter], [], requests)
 
@@ -160,6 +165,8 @@ class Loop:
         What then still has no verdict fails in `_commit`.
         """
         times, running = [perf_counter()], requests + others
+        reads_text = running[0].num_cached < len(running[0].token_ids) - 1
+        phases = "propose", "prefill" if reads_text else "verify", "commit"
         try:
             batch, proposal = speculation.propose(requests, others)
             times.append(perf_counter())
@@ -177,13 +184,13 @@ class Loop:
                 for place, verdict in zip(places, again, strict=True):
                     verdicts[place] = verdict
             times.append(perf_counter())
-            self._commit(speculation, running, batch, proposal, verdicts)
+            self._commit(speculation, running, batch, proposal, verdicts, reads_text)
         except BaseException:
             for request in running:  # the drafter would wait for a commit that never comes
                 speculation.release(request)
             raise
         times.append(perf_counter())
-        for phase, (start, end) in zip(PHASES[1:], pairwise(times), strict=True):
+        for phase, (start, end) in zip(phases, pairwise(times), strict=True):
             for stats in (self.stats, *(request.stats for request in running)):
                 stats.seconds[phase] += end - start
 
@@ -218,8 +225,9 @@ class Loop:
         for request in preempted:
             for stats in (self.stats, request.stats):
                 stats.num_preemptions += 1
+        ends: list[EngineRequest] = []
         if unread := [r for r in scheduler.running if r.num_cached < len(r.token_ids) - 1]:
-            left -= self.prefill(unread, left)
+            left -= self._read(unread, left, ends)
         while left and scheduler.waiting and not preempted:
             self.queues_are_torn = True
             admitted = scheduler.admit(self._reach)
@@ -233,8 +241,34 @@ class Loop:
                 if not request.stats.num_prompt_tokens:  # it has not been preempted
                     for stats in (self.stats, request.stats):
                         stats.record_prompt(len(request.prompt_ids), request.num_cached)
-            left -= self.prefill(admitted, left)
-        return [r for r in scheduler.running if r.num_cached == len(r.token_ids) - 1]
+            left -= self._read(admitted, left, ends)
+        return [r for r in scheduler.running if r.num_cached == len(r.token_ids) - 1 or r in ends]
+
+    def _read(self, requests: list[EngineRequest], most: int, ends: list[EngineRequest]) -> int:
+        """Cache up to `most` tokens in all, in order of requests; return how many.
+
+        Where these reach the end of a text, its tokens are left to the pass that verifies what
+        follows, and the request is appended to `ends`.
+        """
+        others, num_at_once, num_others = [], 0, 0
+        for request in requests:
+            unread, left = (
+                len(request.token_ids) - request.num_cached,
+                most - num_at_once - num_others,
+            )
+            if 1 < unread <= left and self._reads_at_once(request):
+                ends.append(request)
+                num_at_once += unread
+            else:
+                others.append(request)
+                num_others += min(unread - 1, left)
+        return num_at_once + (self.prefill(others, num_others) if others else 0)
+
+    def _reads_at_once(self, request: EngineRequest) -> bool:
+        """Whether drafts may be proposed, or none be wanted, before the text is read."""
+        is_first = len(request.token_ids) == request.num_prompt_tokens
+        reads_target = self.speculations[request.params.drafter].reads_target
+        return not request.lacks_prompt_logprobs and (is_first or not reads_target)
 
     def _commit(
         self,
@@ -243,6 +277,7 @@ class Loop:
         batch: Batch,
         proposal: Proposal,
         verdicts: list[Verdict],
+        reads_text: bool,
     ) -> None:
         """Append the tokens of each verdict, notify drafter and schedule, and update counters."""
         ended: list[tuple[EngineRequest, bool]] = []  # and whether they failed
@@ -266,6 +301,7 @@ class Loop:
             passes = proposal.passes[index] if proposal.passes else None
             for stats in (self.stats, request.stats):
                 stats.record_step(proposed, accepted, kept, passes)
+                stats.num_prompt_steps += reads_text
             if end is not None:
                 self._post_output(request, end)
                 ended.append((request, end.error is not None))

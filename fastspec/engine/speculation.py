@@ -92,6 +92,23 @@ class Speculation:
         wanted, most = request.params.num_speculative_tokens, self.num_speculative_tokens
         return most if wanted is None else min(wanted, most)
 
+    @property
+    def reads_target(self) -> bool:
+        """See `Drafter`."""
+        return getattr(self.drafter, "reads_target", False)
+
+    def must_start_plainly(self, request: EngineRequest) -> bool:
+        """Whether the first token after a prompt is chosen without drafts.
+
+        So it is if the same pass reads the prompt, which the drafter would need. Drafts select
+        random numbers, so sampled texts then always start so, or a seed's text would depend on what
+        is in the cache.
+        """
+        if not self.reads_target or request.num_prompt_tokens == 1:
+            return False
+        is_free = self.is_coupled or request.params.temperature == 0
+        return not is_free or request.num_cached < request.num_prompt_tokens - 1
+
     def enable(
         self,
         drafter: Drafter,

@@ -22,6 +22,8 @@ class SpecStats:
         num_preemptions: how often a request lost its blocks and had to be reread.
         finish_reasons: number of ended requests by finish reason.
         num_steps: target passes that emitted tokens.
+        num_prompt_steps: those of them that read the end of a prompt before; their time counts as
+            prefill.
         num_drafts: target passes that verified proposed tokens.
         num_output_tokens: tokens emitted, including the extra token of each step.
         num_draft_tokens: tokens proposed and verified; for a tree, those of its longest path.
@@ -38,6 +40,7 @@ class SpecStats:
     num_preemptions: int = 0
     finish_reasons: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FINISH_REASONS, 0))
     num_steps: int = 0
+    num_prompt_steps: int = 0
     num_drafts: int = 0
     num_output_tokens: int = 0
     num_draft_tokens: int = 0

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from math import inf
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -99,6 +99,8 @@ def verify(
 ) -> list[Verdict]:
     """Verify the proposals in one target pass and one copy from the device.
 
+    The pass also reads committed tokens that are not cached yet; trees need another one for that.
+
     Log-probabilities cost one more copy, the most probable tokens three further ones, two more
     where they are tied, and rules that read drafts on the host two. Accepted tree nodes are moved
     to follow the cached tokens. Exact unless relaxed_acceptance is above 1 or there is a synthetic
@@ -109,26 +111,41 @@ def verify(
         spec: names the acceptance rule.
     """
     requests, parents, ranks = batch.requests, proposal.parents, runner.paged_model.ranks
-    # Read the last token of each request, and its proposal.
+    # Read what is unread of each request, its last token at least, and its proposal.
     wanted = batch.num_draft_tokens if parents is None else batch.max_nodes
     proposed, width = proposal.num_tokens or wanted, proposal.token_ids.shape[1]
     counts = [min(*pair, width) + 1 for pair in zip(wanted, proposed, strict=True)]
-    newest = [request.token_ids[-1] for request in requests]
-    pairs = zip(requests, counts, strict=True)
-    spans = [request.span(len(request.token_ids) - 1, count) for request, count in pairs]
+    if parents is not None and any(r.num_cached < len(r.token_ids) - 1 for r in requests):
+        unread = cast(list[EngineRequest], requests)
+        prefill(runner, unread, sum(len(request.token_ids) for request in unread))
+    starts = [request.num_cached for request in requests]
+    if runner.paged_model.recurrent is not None:
+        starts = [runner.paged_model.resume(r.state_key, r.num_cached) for r in requests]
+    unread = [r.token_ids[start:] for r, start in zip(requests, starts, strict=True)]
+    sizes = [len(ids) + count - 1 for ids, count in zip(unread, counts, strict=True)]
+    spans = [r.span(*span) for r, *span in zip(requests, starts, sizes, strict=True)]
+    rows = None
+    if sizes != counts:  # logits after the last token and the proposal alone
+        ends = zip(accumulate(sizes), counts, strict=True)
+        rows = [row for end, count in ends for row in range(end - count, end)]
     inputs = rule_inputs(spec, batch, proposal, counts)
-    is_plain = max(counts) == 1 and parents is None and runner.paged_model.recurrent is None
+    is_plain = max(counts) == 1 and parents is None
     if is_plain:  # the pass need not wait for `ids`
-        logits = runner.forward(newest, spans)
+        logits = runner.forward([*chain.from_iterable(unread)], spans, rows)
+    newest = [ids[-1] for ids in unread]
     newest_ids = device_tensor(newest, torch.int32, batch.device)
     ids = torch.cat([newest_ids[:, None], proposal.token_ids], dim=1)  # [B, 1 + N]
     if parents is not None:
         parents = pad(parents.masked_fill(proposal.token_ids < 0, -1), (1, 0), value=-1)
     if not is_plain:
-        readable, rows = ids.clamp(0, runner.vocab_size - 1).long(), None
+        readable = ids.clamp(0, runner.vocab_size - 1).long()
         readable = readable.view(-1) if min(counts) == width + 1 else packed(readable, counts)
-        if runner.paged_model.recurrent is not None:
-            readable, spans, rows = _after_reread(runner, batch, readable, counts)
+        if rows is not None:
+            parts = zip(unread, readable.split(counts), strict=True)
+            pairs = (
+                (device_tensor(known[:-1], torch.int64, batch.device), new) for known, new in parts
+            )
+            readable = torch.cat([*chain.from_iterable(pairs)])
         logits = runner.forward(readable, spans, rows, parents)  # [T, V]
     if proposal.on_target_logits is not None:
         proposal.on_target_logits(logits, counts)
@@ -316,21 +333,6 @@ def _add_best(
         top = {i: (x - known) / divisor - total for i, x in pairs if x >= least and x > -inf}
         top[verdict.output_ids[place]] = own_logprob
         verdict.top_logprobs.append(top)
-
-
-def _after_reread(
-    runner: ModelRunner, batch: Batch, token_ids: Tensor, counts: list[int]
-) -> tuple[Tensor, list[Span], list[int]]:
-    """Return tokens [T] to verify, preceded by those since the last kept state; spans; rows."""
-    parts, spans, rows, end = [], [], [], 0
-    for request, new, count in zip(batch.requests, token_ids.split(counts), counts, strict=True):
-        last = len(request.token_ids) - 1
-        start = runner.paged_model.resume(request.state_key, last)
-        parts += [device_tensor(request.token_ids[start:last], torch.int64, batch.device), new]
-        spans.append(request.span(start, last - start + count))
-        end += last - start + count
-        rows += range(end - count, end)
-    return torch.cat(parts), spans, rows
 
 
 def _cut_after(verdict: Verdict, node: int) -> Verdict:

@@ -32,8 +32,9 @@ FEW_TOKENS = 16  # up to these, kernels of ours multiply, which are faster than 
 # those of a text's last tokens, take a larger graph if there is one.
 RARE_TIMES = 32
 NEAR_FACTOR, RARE_FACTOR = 2, 8  # how many times as large that graph may be, in every size
-# Passes that only read prompts come in many sizes, and win less by a graph, which they get later.
-PROMPT_TIMES = 8
+# Passes that read prompts come in many sizes, and win less by a graph, which they get later. They
+# read at least this many tokens of each text besides those after which there are logits.
+PROMPT_TIMES, PROMPT_TOKENS = 8, 8
 logger = logging.getLogger(__name__)
 # A capture begins by waiting for the whole GPU; during another one that fails, and ruins both.
 _CAPTURING = Lock()
@@ -215,8 +216,10 @@ class GraphedForward:
             ValueError: the model cannot be captured, but must be.
         """
         num_nodes = 0 if tree is None else tree[1].shape[1]
-        is_prompt = rows == []
-        rows = [0] if is_prompt else rows or []
+        is_prompt = rows == [] or (
+            rows is not None and len(input_ids) - len(rows) >= PROMPT_TOKENS * len(spans)
+        )
+        rows = [0] if rows == [] else rows or []
         asked = PassShape.of(spans, rows, self.block_size)
         shape = bucket(asked, self.block_size, num_nodes)
         if self.capture is None or shape is None:

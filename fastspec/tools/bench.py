@@ -166,10 +166,10 @@ def predicted_speed_up(plain: SpecStats, speculative: SpecStats) -> float:
     acceptance a, this is the formula of Leviathan et al., 2211.17192:
     (1 - a^(k+1)) / ((1 - a) (k c + 1)).
     """
-    plain_step = (plain.seconds["verify"] + plain.seconds["commit"]) / plain.num_steps
-    before = plain.seconds["prefill"] + plain.num_steps * plain_step
+    plain_step = _later_step(plain)
+    before = plain.seconds["prefill"] + _num_later_steps(plain) * plain_step
     given = speculative.seconds["prefill"] + speculative.seconds["propose"]
-    after = given + speculative.num_steps * plain_step
+    after = given + _num_later_steps(speculative) * plain_step
     per_token = before / plain.num_output_tokens, after / speculative.num_output_tokens
     return per_token[0] / per_token[1]
 
@@ -182,12 +182,18 @@ def step_costs(plain: SpecStats, speculative: SpecStats) -> tuple[float, float]:
     A pass over the many rows of a token tree costs more than one over a single token where compute
     rather than reading the weights is the bottleneck: on a CPU.
     """
-    plain_step, verifying = (
-        (stats.seconds["verify"] + stats.seconds["commit"]) / stats.num_steps
-        for stats in (plain, speculative)
-    )
+    plain_step, verifying = map(_later_step, (plain, speculative))
     drafting = speculative.seconds["propose"] / speculative.num_steps
     return drafting / plain_step, verifying / plain_step
+
+
+def _later_step(stats: SpecStats) -> float:
+    """Mean time of the target's part of a step, without those that also read a prompt."""
+    return (stats.seconds["verify"] + stats.seconds["commit"]) / max(1, _num_later_steps(stats))
+
+
+def _num_later_steps(stats: SpecStats) -> int:
+    return stats.num_steps - stats.num_prompt_steps
 
 
 def swi(

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -76,6 +76,11 @@ class Measurement:
     def step_seconds(self, length: int) -> float:
         """Seconds of a step with k draft tokens."""
         return self.draft_seconds[length] + self.verify_seconds[length]
+
+    def reading_seconds(self, first_lap: Mapping[str, float], length: int) -> float:
+        """Seconds by which the target's part of a first step is longer than that of another."""
+        taken = sum(first_lap[phase] for phase in ("prefill", "verify", "commit"))
+        return max(0.0, taken - self.verify_seconds[length])
 
     def tokens_per_second(self, length: int) -> float:
         """Predicted by the throughput model, without prompts."""
@@ -204,19 +209,20 @@ class Planner:
         measurement = Measurement(spec)
         samples: dict[int, list[_Sample]] = {length: [] for length in (0, *lengths)}
         outputs: list[RequestOutput] = []
-        starts: list[tuple[float, float, float]] = []
+        starts: list[tuple[dict[str, float], dict[str, float], dict[str, float]]] = []
         for prompt in self._prompts:
             plain_laps, _ = self._run(self._plain, prompt)
             samples[0] += [_Sample.of(lap, False) for lap in plain_laps[1:]]
             laps, output = self._run(engine, prompt)
             outputs.append(output)
             steps, schedule.steps = schedule.steps, []
-            if len(laps) < 2:
+            if len(steps) < 2:
                 raise ValueError(
                     f"max_tokens: {self.max_tokens} is too few to measure; use a larger value"
                 )
-            starts.append((plain_laps[0]["prefill"], laps[0]["prefill"], laps[0]["propose"]))
-            for index, (step, lap) in enumerate(zip(steps, laps, strict=True)):
+            drafting_laps = laps[-len(steps) :]  # those after a plain start, if there was one
+            starts.append((plain_laps[0], laps[0], drafting_laps[0]))
+            for index, (step, lap) in enumerate(zip(steps, drafting_laps, strict=True)):
                 if index == 0 or step.wanted != lengths[index % len(lengths)]:
                     continue  # the draft reads the prompt, or the text ends
                 samples[step.wanted].append(_Sample.of(lap, step.proposed > 0))
@@ -230,10 +236,11 @@ class Planner:
             drafting, verifying = _typical(timed)
             measurement.draft_seconds[length] = drafting
             measurement.verify_seconds[length] = verifying
-        first = measurement.draft_seconds[1]
-        alone = statistics.mean(prefill for prefill, _, _ in starts)
+        alone = statistics.mean(measurement.reading_seconds(plain, 0) for plain, _, _ in starts)
         both = statistics.mean(
-            prefill + max(0.0, propose - first) for _, prefill, propose in starts
+            measurement.reading_seconds(first, 1)
+            + max(0.0, drafting["propose"] - measurement.draft_seconds[1])
+            for _, first, drafting in starts
         )
         measurement.start_seconds = (alone, both)
         return measurement, outputs
@@ -253,18 +260,24 @@ class Planner:
             self._advance()
         measurement, starts = Measurement(spec), []
         for length, texts in runs.items():
-            laps = [lap for laps, _ in texts for lap in laps[1:]]
+            # A drafter that reads the target reads the prompt in the step after the target's.
+            num_first = 1 + getattr(engines[length].drafter, "reads_target", False)
+            laps = [lap for laps, _ in texts for lap in laps[num_first:]]
             if not laps:
                 raise ValueError(
                     f"max_tokens: {self.max_tokens} is too few to measure; use a larger value"
                 )
             drafting = statistics.mean(lap["propose"] for lap in laps)
             verifying = statistics.mean(lap["verify"] + lap["commit"] for lap in laps)
-            first = [laps[0] for laps, _ in texts]
-            extra = statistics.mean(max(0.0, lap["propose"] - drafting) for lap in first)
-            starts.append(statistics.mean(lap["prefill"] for lap in first) + extra)
             measurement.draft_seconds[length] = drafting
             measurement.verify_seconds[length] = verifying
+            starts.append(
+                statistics.mean(
+                    measurement.reading_seconds(laps[0], length)
+                    + max(0.0, max(lap["propose"] for lap in laps[:num_first]) - drafting)
+                    for laps, _ in texts
+                )
+            )
             counts = SpecStats.total(output.stats for _, output in texts)
             measurement.tokens_per_pass[length] = counts.num_output_tokens / counts.num_steps
         measurement.start_seconds = (starts[0], starts[1])

@@ -228,6 +228,18 @@ def record_prefills(runner):
     return counts
 
 
+def record_reads(runner):
+    """How many tokens each pass from now on reads without the logits after them."""
+    forward, counts = runner.forward, []
+
+    def recorded(input_ids, spans, rows=None, *args):
+        counts.append(0 if rows is None else len(input_ids) - len(rows))
+        return forward(input_ids, spans, rows, *args)
+
+    runner.forward = recorded
+    return counts
+
+
 def record_releases(engine):
     """Ids of the requests that the drafter lets go from now on: ended, aborted or preempted."""
     drafter, request_ids = drafter_of(engine), []

@@ -121,7 +121,7 @@ def test_scaled_embeddings_and_logits(target, tmp_path):
     read = model._read_blocks
     model._read_blocks = lambda *args: seen.append(read(*args)) or seen[-1]
     engine.generate(PROMPTS[:1], GREEDY)
-    expected = expected_logits(draft, target, PROMPTS[0])
+    expected = expected_logits(draft, target, [*PROMPTS[0], texts_of(target)[0][0]])
     torch.testing.assert_close(seen[0][0], expected[: seen[0].shape[1]])
 
 

@@ -1,5 +1,6 @@
 """EAGLE-1 and EAGLE-2 drafts: the published forward, the same output, the exact distribution."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -57,8 +58,9 @@ def test_hidden_states_survive_preemption_and_shared_prefixes(tmp_path, is_repla
         runner.graphs.keep_inputs(runner.inputs)
     seen, preempted = spied(engine), count_preemptions(engine)
     prompts = [[*range(5, 17), *last] for last in ([1], [2], [3, 4])]
-    engine.generate(prompts, SAMPLED)
-    engine.generate([prompts[1]], SAMPLED)
+    params = replace(SAMPLED, max_tokens=10)
+    engine.generate(prompts, params)
+    engine.generate([prompts[1]], params)
     assert_logits(seen, partial(published_logits, weights, target), 40)
     assert preempted
     assert engine.stats.num_cached_prompt_tokens > 0

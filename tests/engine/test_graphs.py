@@ -244,6 +244,15 @@ def test_prompts_are_read_by_graphs_once_their_sizes_are_common(monkeypatch):
             runner.prefill(ids, spans)
         assert same_caches(plain, graphed)
         assert capture.num_captured == num_captured, shapes
+    # Where the first tokens or drafts are verified at once.
+    sizes = [(20, 1, 2), (30, 4, 2), (30, 4, 2), (30, 4, 3), (3, 2, 4)]
+    for count, num_rows, num_captured in sizes:
+        spans, rows = spans_of([(0, count)]), [*range(count - num_rows, count)]
+        ids = torch.randint(VOCAB_SIZE, (count,)).tolist()
+        both = [runner.forward(ids, spans, rows) for runner in (plain, graphed)]
+        assert torch.equal(*both)
+        assert same_caches(plain, graphed)
+        assert capture.num_captured == num_captured, (count, num_rows)
 
 
 @torch.inference_mode()
@@ -257,6 +266,8 @@ def test_a_prompt_that_cannot_be_captured_leaves_other_graphs(monkeypatch):
         for runner in (plain, graphed):
             runner.prefill([[*range(20)]], spans)
         assert same_caches(plain, graphed)
+    both = [runner.forward([*range(20)], spans, [18, 19]) for runner in (plain, graphed)]
+    assert torch.equal(*both)
     graphed.graphs.capture = capture = CountingCapture()
     for _ in range(2):
         graphed.prefill([[*range(20)]], spans)

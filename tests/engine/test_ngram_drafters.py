@@ -174,12 +174,12 @@ def test_without_a_match_the_step_is_plain():
         return [span.count for span in spans]
 
     for token in (11, 12, 13):
-        engine.generate([[token, 200, token + 30]], SamplingParams(temperature=0, max_tokens=1))
+        engine.generate([[token, 200, token + 30]], SamplingParams(temperature=0, max_tokens=2))
     assert last_counts() == [1]
     engine.add_request([3, 4] * 8, GREEDY, "copies")
     engine.add_request([90, 91, 92], GREEDY, "does not")
     engine.step()
-    assert last_counts() == [6, 1]
+    assert last_counts() == [16 + 5, 3]  # with their prompts
 
 
 def test_proposals():

@@ -13,6 +13,7 @@ from .probes import (
     assert_caches,
     idle_blocks,
     record_prefills,
+    record_reads,
     runners_of,
 )
 
@@ -145,7 +146,8 @@ def test_a_shared_prefix_is_read_once_by_target_and_drafter(model, drafter, at_o
     engine = engine_of(model, drafter)
     prefix = TEXT * 3
     prompts = [[*prefix, last, *range(10, 20)] for last in range(4)]
-    of_both = [record_prefills(runner) for runner in runners_of(engine)]
+    target, draft = runners_of(engine)
+    of_both = record_reads(target), record_prefills(draft)
     if at_once:
         engine.generate(prompts, params_of(max_tokens=4))
     else:

@@ -7,7 +7,7 @@ from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from .helpers import finish
 from .probes import (
     assert_blocks_came_back,
-    record_prefills,
+    record_reads,
     record_releases,
     running,
     target_runner,
@@ -45,7 +45,7 @@ def test_a_request_decodes_in_every_round_while_a_long_prompt_is_read(
     drafter = drafter if speculative else None
     params = params_of(max_tokens=60, temperature=temperature)
     engine = engine_of(model, drafter)
-    counts = record_prefills(target_runner(engine))
+    counts = record_reads(target_runner(engine))
     short = engine.add_request(SHORT, params)
     engine.step()
     long = engine.add_request(LONG, params)
@@ -67,7 +67,7 @@ def test_a_request_decodes_in_every_round_while_a_long_prompt_is_read(
 def test_a_round_reads_one_chunk_of_all_prompts_together(model, drafter):
     engine = engine_of(model, drafter)
     prompts = [LONG[start:] for start in (0, 90, 60, 95)]
-    counts = record_prefills(target_runner(engine))
+    counts = record_reads(target_runner(engine))
     ids = [engine.add_request(prompt, params_of(seed)) for seed, prompt in enumerate(prompts)]
     outputs = {}
     while engine.has_unfinished:
@@ -83,7 +83,7 @@ def test_a_round_reads_one_chunk_of_all_prompts_together(model, drafter):
 def test_who_shares_a_prefix_waits_for_all_of_its_chunks(model, drafter):
     engine = engine_of(model, drafter, prefix_caching=True)
     prompts = [[*LONG, 1, 2], [*LONG[:70], 3, 4, 5], [*LONG, 6]]
-    counts = record_prefills(target_runner(engine))
+    counts = record_reads(target_runner(engine))
     outputs = engine.generate(prompts, [params_of(seed) for seed in range(3)])
     for seed, (output, prompt) in enumerate(zip(outputs, prompts, strict=True)):
         assert output.token_ids == alone(model, drafter, prompt, params_of(seed)).token_ids

@@ -6,7 +6,7 @@ from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec.engine.request_factory import sample_seed
 
 from ..models import byte_tokenizer, random_model, random_t5
-from .probes import assert_blocks_came_back, record_prefills, record_releases, target_runner
+from .probes import assert_blocks_came_back, record_reads, record_releases, target_runner
 
 SIZE, N = 4, 4
 PROMPT = [(11 * place + 3) % 250 for place in range(22)]
@@ -66,7 +66,7 @@ def test_each_sample_is_the_text_of_its_seed(model, drafter, alone, prefix_cachi
 @pytest.mark.parametrize("config", [{}, {"max_batch_size": 1}, {"prefill_chunk_size": 7}], ids=str)
 def test_full_blocks_of_the_prompt_are_read_once(model, config, logprobs):
     engine = engine_of(model, **config)
-    counts = record_prefills(target_runner(engine))
+    counts = record_reads(target_runner(engine))
     for _ in range(2):  # and nobody else finds them
         counts.clear()
         (output,) = engine.generate([PROMPT], params_of(prompt_logprobs=logprobs))

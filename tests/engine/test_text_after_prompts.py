@@ -128,7 +128,7 @@ def model():
 
 
 @pytest.mark.parametrize("skips", [True, False])
-@pytest.mark.parametrize("blocks", [{}, {"block_size": 4, "num_blocks": 8}])
+@pytest.mark.parametrize("blocks", [{}, {"block_size": 4, "num_blocks": 7}])
 def test_outputs_follow_their_prompts(model, blocks, skips):
     """Several of one prompt, in streams, and when requests lose their blocks on the way."""
     engine = Engine(model, perturbed(model, 0.02), TOKENIZER, config=EngineConfig(**blocks))

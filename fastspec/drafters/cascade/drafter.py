@@ -66,6 +66,7 @@ class CascadeDrafter:
         self._vocab_size = vocab_size
         self._probabilistic = probabilistic
         self.copies_texts = any(getattr(level, "copies_texts", False) for level in levels)
+        self.reads_target = any(getattr(level, "reads_target", False) for level in levels)
         self.seconds = {level.name: 0.0 for level in self._levels}
 
     def propose(self, batch: Batch) -> Proposal:

@@ -147,6 +147,7 @@ class ModelLevel(Level):
         source: OnTargetDrafter | None = None,
     ):
         self.model, self.name = model, model.name
+        self.reads_target = getattr(model, "reads_target", False)
         self.lenience, self.backend, self._source = lenience, backend, source
 
     def write(self, drafts: list[Draft], counts: list[int], batch: Batch) -> None:

@@ -128,7 +128,7 @@ class TreeDrafter:
         self.draft = draft
         self._plan = plan
         self._branch = branch
-        self.copies_texts = branch is not None
+        self.copies_texts, self.reads_target = branch is not None, draft.reads_target
 
     def max_nodes(self, num_speculative_tokens: int) -> int:
         """Return the maximum nodes of a tree whose paths may have that many tokens."""
