@@ -60,7 +60,8 @@ def test_a_token_costs_a_pass_the_first_one_too(model):
     assert output.token_ids == hugging_face_greedy(model, PROMPT)
     assert counts_of(passes) == [(len(PROMPT), 1)] + [(1, 1)] * (GREEDY.max_tokens - 1)
     assert (output.stats.num_steps, output.stats.num_prompt_steps) == (GREEDY.max_tokens, 1)
-    assert output.stats.seconds["prefill"] > 0
+    (output,) = engine.generate([PROMPT], SamplingParams(temperature=0, max_tokens=1))
+    assert output.stats.seconds["prefill"] > output.stats.seconds["verify"] == 0
 
 
 def test_the_first_pass_verifies_drafts(model):
@@ -86,6 +87,41 @@ def test_who_reads_the_target_drafts_after_it(model, is_tree):
     assert output.token_ids == hugging_face_greedy(model, PROMPT)
     assert counts[:2] == [(len(PROMPT), 1), (4, 4)]
     assert drafter.cached[0] == (len(PROMPT), len(PROMPT) + 1)
+
+
+@pytest.mark.parametrize("reads_target", [False, True])
+def test_texts_that_lost_their_blocks_are_read_like_prompts(model, reads_target):
+    config = EngineConfig(block_size=4, num_blocks=14)
+    spec = SpecConfig(num_speculative_tokens=3)
+    engine = Engine(model, perturbed(model, 0.02), spec=spec, config=config)
+    engine.drafter.reads_target, propose = reads_target, engine.drafter.propose
+    lacking = []  # whether a drafted text was unread, and whether it was more than a prompt
+
+    def noted(batch):
+        for request, num in zip(batch.requests, batch.num_draft_tokens, strict=True):
+            length = len(request.token_ids)
+            if num:
+                lacking.append(
+                    (request.num_cached < length - 1, length > request.num_prompt_tokens)
+                )
+        return propose(batch)
+
+    engine.drafter.propose = noted
+    prompts = [PROMPT[:9], PROMPT[3:12], PROMPT[5:16]]
+    outputs = engine.generate(prompts, GREEDY)
+    assert [out.token_ids for out in outputs] == [
+        hugging_face_greedy(model, prompt) for prompt in prompts
+    ]
+    assert engine.stats.num_preemptions > 0
+    assert {is_later for is_unread, is_later in lacking if is_unread} == (
+        set() if reads_target else {False, True}
+    )
+
+
+def test_a_single_token_is_never_read_before(model):
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=4)
+    _, drafter, counts = drafted(model, params, [5], reads_target=True)
+    assert (drafter.cached[0], counts[0]) == ((0, 1), (4, 4))
 
 
 @pytest.mark.parametrize("reads_target", [False, True])
