@@ -84,19 +84,25 @@ def test_drafts_are_those_of_transformers(target, options):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("config", [{"num_blocks": 40}, {"prefix_caching": True}], ids=str)
-def test_greedy_output_is_that_of_plain_decoding(target, assistant, options, config):
-    config = EngineConfig(block_size=4, **config)
+def test_greedy_output_is_that_of_plain_decoding(target, assistant, options):
+    """With shared prefixes, and without blocks for all."""
+    config = EngineConfig(block_size=4, num_blocks=30, prefix_caching=True)
     spec = SpecConfig("gemma_assistant", **options)
     engine = Engine(target, assistant, spec=spec, config=config)
     for _ in range(2):
         assert ids_of(engine.generate(PROMPTS * 2, GREEDY)) == texts_of(target) * 2
     assert engine.stats.num_draft_tokens > 0
+    assert engine.stats.num_preemptions > 0
 
 
-@pytest.mark.parametrize("options", [{}, {"prefix_caching": True}], ids=str)
 @pytest.mark.parametrize(
-    "spec", ["auto", SpecConfig("cascade", draft_bits=8)], ids=["auto", "copy"]
+    ("spec", "options"),
+    [
+        ("auto", {}),
+        ("auto", {"prefix_caching": True}),
+        (SpecConfig("cascade", draft_bits=8), {"prefix_caching": True}),
+    ],
+    ids=["auto", "shared", "copy, shared"],
 )
 def test_a_seeds_text_does_not_depend_on_other_requests(target, assistant, spec, options):
     params = [SamplingParams(temperature=1.0, seed=s, max_tokens=NUM_TOKENS) for s in range(12)]
@@ -110,9 +116,13 @@ def test_a_seeds_text_does_not_depend_on_other_requests(target, assistant, spec,
     assert together == [ids_of(alone.generate([prompt], one))[0] for prompt, one in pairs]
 
 
-@pytest.mark.parametrize("options", [{}, {"tree_nodes": 6, "tree_width": 2}], ids=str)
 @pytest.mark.parametrize(
-    "heads", [{}, CLUSTERS | {"num_centroids": 3}], ids=["whole head", "clusters"]
+    ("heads", "options"),
+    [
+        ({}, {"tree_nodes": 6, "tree_width": 2}),
+        (CLUSTERS | {"num_centroids": 3}, {}),
+    ],
+    ids=["whole head, tree", "clusters, chain"],
 )
 def test_samples_follow_the_target(heads, options):
     ids = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
