@@ -3,7 +3,8 @@
 `python -m benchmarks.copying` decodes the bundled chat prompts greedily, one after the other, with
 plain decoding and each method in turn, and appends a record; `python -m benchmarks.report` prints
 it. SmolLM2 has to be fetched. Times are of whole requests, with the reading of the prompt. Suffix
-copies are also of the engine's earlier answers, as they would be in use.
+copies are also of the engine's earlier answers, as they would be in use; with `--corpus`, a file of
+`scripts.smollm2.dialogues`, they are measured again with the answers in it to copy from.
 """
 
 import argparse
@@ -11,6 +12,8 @@ import json
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from time import perf_counter
 
 from tqdm import tqdm
@@ -46,6 +49,7 @@ SETTINGS = {
     },
 }
 SPECS = {name: SpecConfig(name.split(",")[0], **given) for name, given in SETTINGS.items()}
+WITH_CORPUS = ", corpus"
 # Kinds whose answers repeat much of the prompt; they are also counted together.
 REPEATING = ("summary", "edit")
 BOTH = " and ".join(REPEATING)
@@ -58,16 +62,19 @@ def measured(
     kinds: Sequence[str],
     config: EngineConfig,
     max_tokens: int,
+    corpus: Sequence[list[int]] = (),
 ) -> dict[str, dict[str, dict[str, float]]]:
     """For each method and kind the speed-up over plain decoding, and tokens per target step.
 
     The methods take turns at each prompt, so that all meet the same state of the machine. In
-    float32 all of them have to write the ids of plain decoding.
+    float32 all of them have to write the ids of plain decoding. Those named so read the corpus.
     """
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
     all_specs = {PLAIN: SpecConfig("none"), **specs}
     engines = {name: Engine(target, spec=spec, config=config) for name, spec in all_specs.items()}
-    for engine in engines.values():
+    for name, engine in engines.items():
+        if name.endswith(WITH_CORPUS):
+            engine.add_corpus(corpus)
         engine.generate([prompts[0][:16]], SamplingParams(temperature=0, max_tokens=4))
     tokens, steps, seconds = Counter(), Counter(), defaultdict(float)
     for prompt, kind in zip(tqdm(prompts), kinds, strict=True):
@@ -102,11 +109,22 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--num-prompts", type=int, default=20)
     parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--corpus", type=Path, help="answers to copy from as well")
     options = parser.parse_args()
     texts = bundled_prompts(options.num_prompts, chat=True)
     prompts = tokenize_prompts(load_tokenizer("target", TARGET), texts, True)
     config = EngineConfig(dtype=options.dtype, device="cpu")
-    methods = measured(TARGET, SPECS, prompts, kinds_of(texts), config, options.max_tokens)
+    specs, settings, corpus = dict(SPECS), dict(SETTINGS), []
+    if options.corpus is not None:
+        lines = options.corpus.read_text().splitlines()
+        corpus = [json.loads(line)["token_ids"] for line in lines]
+        # Half of the room is for the latest texts.
+        room = {"suffix_max_cached_tokens": 2 * sum(len(text) + 1 for text in corpus)}
+        for name in [name for name in SETTINGS if name.startswith("suffix")]:
+            specs[name + WITH_CORPUS] = replace(specs[name], **room)
+            settings[name + WITH_CORPUS] = settings[name]
+    kinds, max_tokens = kinds_of(texts), options.max_tokens
+    methods = measured(TARGET, specs, prompts, kinds, config, max_tokens, corpus)
     for name, row in methods.items():
         sys.stderr.write(f"{name}: {json.dumps(row)}\n")
     record = {
@@ -115,7 +133,8 @@ def main() -> None:
         "dtype": options.dtype,
         "num_prompts": len(prompts),
         "max_tokens": options.max_tokens,
-        "settings": SETTINGS,
+        "settings": settings,
+        "corpus": {"texts": len(corpus), "tokens": sum(map(len, corpus))},
         "methods": methods,
         **describe_environment(),
     }

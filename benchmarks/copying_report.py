@@ -13,7 +13,7 @@ def copying(record: dict) -> str:
         f" {record['dtype']}`): the speed-up over plain decoding, with the reading of prompts"
         " included, and in parentheses the tokens per target step."
         f" {'; '.join(settings(*pair) for pair in record['settings'].items())}."
-        " Suffix copies are also of earlier answers.",
+        " Suffix copies are also of earlier answers." + from_corpus(record),
         "",
         *table_head("method", *kinds),
     ]
@@ -22,6 +22,17 @@ def copying(record: dict) -> str:
         shown = (f"{each['speed_up']:.2f}x ({each['tokens_per_step']:.2f})" for each in cells)
         lines.append(table_row(quoted(name), *shown))
     return "\n".join([*lines, "", where(record)])
+
+
+def from_corpus(record: dict) -> str:
+    """What the methods with a corpus also copy from."""
+    corpus = record.get("corpus", {"texts": 0})
+    if not corpus["texts"]:
+        return ""
+    return (
+        f" With a corpus: also of {corpus['texts']} answers of the target to other prompts"
+        f" ({corpus['tokens']} tokens, `python -m scripts.smollm2.dialogues`), written before."
+    )
 
 
 def settings(name: str, given: dict[str, float]) -> str:

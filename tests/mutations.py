@@ -454,7 +454,10 @@ MUTATIONS = [
     *_of(
         "fastspec/engine/loop.py",
         "tests/engine/test_first_step.py",
-        ("if 1 < unread <= left and", "if 1 < unread <= left + 1 and"),
+        ("if num <= most and", "if num <= most + 1 and"),
+        ("self.prefill(ends + requests, most)", "self.prefill(requests, most)"),
+        ("and scheduler.awaits_prefix:", "and False:"),
+        ("requests, others, batch_size)", "requests, others, len(running))"),
         ("(is_first or not reads_target)", "is_first"),
         ("(is_first or not reads_target)", "True"),
         ("not request.lacks_prompt_logprobs and (is_first", "(is_first"),
@@ -465,6 +468,7 @@ MUTATIONS = [
         "tests/engine/test_first_step.py",
         ("return not is_free or request", "return request"),
         ("or request.num_prompt_tokens == 1:", "or False:"),
+        (" and not self.spec.synthetic_acceptance_rate", ""),
     ),
     *_of(
         "fastspec/models/graphs.py",

@@ -80,7 +80,7 @@ class EngineConfig(Options):
     prefill_chunk_size: int = option(
         512,
         integer(1),
-        "Maximum number of prompt tokens read before each decoding step, over all requests.",
+        "Maximum number of prompt tokens read in each step, over all requests.",
         "Requests whose prompts have been read are decoded between the chunks of a longer prompt."
         " A larger number reads prompts faster, a smaller one makes other requests wait less. An"
         " encoder, and a draft model when it first drafts for a request, read a whole prompt at"

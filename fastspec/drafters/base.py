@@ -416,7 +416,8 @@ class Drafter(Protocol):
 
     One that has a true attribute `copies_texts` also gets requests with a prediction, which others
     are spared: it reads `request.prompt_to_copy`. One that has a true attribute `reads_target` is
-    asked only after the target has read all but the last of a text's tokens, others also before.
+    asked only after the target has read all but the last of a text's tokens, and not for the first
+    token of a sampled text; others are asked also before.
     """
 
     name: str

@@ -48,7 +48,7 @@ class Loop:
         verify: verifies a proposal by a drafter's rule, against a model's logits or against an
             output written earlier.
         stats: counters summed over all requests.
-        chunk_size: tokens read in a round before it decodes, over all requests.
+        chunk_size: tokens of texts read in a round, over all requests.
         inboxes: events by request id, for requests that a caller waits for.
         events: events of all other requests.
         abandoned: ids of inboxes to drop before the next round, including those of ended requests.
@@ -104,9 +104,11 @@ class Loop:
             else:
                 others.setdefault((speculation.is_coupled, reads_text), []).append(request)
         for (speculation, reads_text), requests in groups.items():
-            self._step(speculation, requests, others.pop((speculation.is_coupled, reads_text), []))
+            joining = others.pop((speculation.is_coupled, reads_text), [])
+            self._step(speculation, requests, joining, len(ready))
         for requests in others.values():
-            self._step(self.speculations[requests[0].params.drafter], [], requests)
+            speculation = self.speculations[requests[0].params.drafter]
+            self._step(speculation, [], requests, len(ready))
 
     def use_of(self, request_id: str) -> str | None:
         """Say what keeps an id from a new request; None if nothing does."""
@@ -153,6 +155,7 @@ class Loop:
         speculation: Speculation,
         requests: list[EngineRequest],
         others: list[EngineRequest],
+        batch_size: int,
     ) -> None:
         """Run one target pass over the requests of a drafter and others that get no drafts.
 
@@ -168,7 +171,7 @@ class Loop:
         reads_text = running[0].num_cached < len(running[0].token_ids) - 1
         phases = "propose", "prefill" if reads_text else "verify", "commit"
         try:
-            batch, proposal = speculation.propose(requests, others)
+            batch, proposal = speculation.propose(requests, others, batch_size)
             times.append(perf_counter())
             try:
                 verdicts = self.verify(batch, proposal, speculation.spec)
@@ -232,6 +235,10 @@ class Loop:
             self.queues_are_torn = True
             admitted = scheduler.admit(self._reach)
             self.queues_are_torn = False
+            if not admitted and ends and scheduler.awaits_prefix:
+                left -= self.prefill(ends, left)
+                ends.clear()
+                continue
             if not admitted:
                 break
             for request in [each for each in admitted if each.is_torn]:  # by an interrupted abort
@@ -247,25 +254,20 @@ class Loop:
     def _read(self, requests: list[EngineRequest], most: int, ends: list[EngineRequest]) -> int:
         """Cache up to `most` tokens in all, in order of requests; return how many.
 
-        Where these reach the end of a text, its tokens are left to the pass that verifies what
-        follows, and the request is appended to `ends`.
+        Texts that can all be read whole are left to the pass that verifies what follows them, and
+        are appended to `ends`; otherwise those in it are read as well, by the same pass.
         """
-        others, num_at_once, num_others = [], 0, 0
-        for request in requests:
-            unread, left = (
-                len(request.token_ids) - request.num_cached,
-                most - num_at_once - num_others,
-            )
-            if 1 < unread <= left and self._reads_at_once(request):
-                ends.append(request)
-                num_at_once += unread
-            else:
-                others.append(request)
-                num_others += min(unread - 1, left)
-        return num_at_once + (self.prefill(others, num_others) if others else 0)
+        unread = [r for r in requests if r.num_cached < len(r.token_ids) - 1]
+        num = sum(len(request.token_ids) - request.num_cached for request in unread)
+        if num <= most and all(map(self._reads_at_once, unread)):
+            ends += unread
+            return num
+        num = self.prefill(ends + requests, most)
+        ends.clear()
+        return num
 
     def _reads_at_once(self, request: EngineRequest) -> bool:
-        """Whether drafts may be proposed, or none be wanted, before the text is read."""
+        """Whether the pass that reads the text may verify what follows it, drafts or none."""
         is_first = len(request.token_ids) == request.num_prompt_tokens
         reads_target = self.speculations[request.params.drafter].reads_target
         return not request.lacks_prompt_logprobs and (is_first or not reads_target)

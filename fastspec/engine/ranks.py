@@ -126,10 +126,10 @@ class SharedSpeculation(Speculation):
         return draft is not None and draft.runner.paged_model.ranks is not None
 
     def propose(
-        self, requests: list[EngineRequest], others: list[EngineRequest]
+        self, requests: list[EngineRequest], others: list[EngineRequest], batch_size: int
     ) -> tuple[Batch, Proposal]:
         self._is_replaced = False
-        batch, proposal = super().propose(requests, others)
+        batch, proposal = super().propose(requests, others, batch_size)
         most = self.num_speculative_tokens
         width = max(most, self.max_nodes)
         if not width:

@@ -21,6 +21,7 @@ class Scheduler:
 
     block_manager: BlockManager
     max_batch_size: int
+    awaits_prefix: bool = field(default=False, init=False)  # see `admit`
     running: list[EngineRequest] = field(default_factory=list, init=False)
     waiting: deque[EngineRequest] = field(default_factory=deque, init=False)
     # All requests, by their public id.
@@ -68,9 +69,10 @@ class Scheduler:
     def admit(self, reach: Callable[[EngineRequest], int]) -> list[EngineRequest]:
         """Admit waiting requests, with the cached blocks of their prefixes, while they fit.
 
-        A request that needs a block which an earlier one is about to fill must wait for it: call
-        again when more tokens are cached, until none is admitted.
+        A request that needs a block which an earlier one is about to fill must wait for it, as
+        `awaits_prefix` then says: call again when more tokens are cached, until none is admitted.
         """
+        self.awaits_prefix = False
         capacity = self.block_manager.num_tokens
         admitted: list[EngineRequest] = []
         coming: set[ContentKey | None] = set()
@@ -83,7 +85,8 @@ class Scheduler:
             request = self.waiting[0]
             match = self.block_manager.find(request)
             length = min(reach(request), capacity)
-            if match.next_key in coming or not self.block_manager.admit(request, match, length):
+            self.awaits_prefix = match.next_key in coming
+            if self.awaits_prefix or not self.block_manager.admit(request, match, length):
                 break
             if match.next_key is not None:
                 coming.add(match.next_key)

@@ -21,8 +21,8 @@ class Speculation:
     """Runs one drafter, which may be off, and keeps its errors away from the requests.
 
     A drafter or schedule may be third-party code. Whatever it raises, and a proposal that breaks
-    the protocol, becomes `error`: the drafter is off for the rest of the step, decoding goes on
-    plainly, and in the next step it starts again without any memory of the requests.
+    the protocol, becomes `error`: that pass decodes plainly, and in the next one the drafter starts
+    again without any memory of its requests.
 
     Args:
         chains_only: the start of an error message if the target cannot verify trees, else None.
@@ -100,13 +100,14 @@ class Speculation:
     def must_start_plainly(self, request: EngineRequest) -> bool:
         """Whether the first token after a prompt is chosen without drafts.
 
-        So it is if the same pass reads the prompt, which the drafter would need. Drafts select
-        random numbers, so sampled texts then always start so, or a seed's text would depend on what
-        is in the cache.
+        So it is if the same pass reads the prompt, which the drafter would need. Where drafts
+        select random numbers, texts then always start so, or a seed's text would depend on what is
+        in the cache; but a prompt of one token is never read before.
         """
         if not self.reads_target or request.num_prompt_tokens == 1:
             return False
-        is_free = self.is_coupled or request.params.temperature == 0
+        is_greedy = request.params.temperature == 0 and not self.spec.synthetic_acceptance_rate
+        is_free = self.is_coupled or is_greedy
         return not is_free or request.num_cached < request.num_prompt_tokens - 1
 
     def enable(
@@ -145,9 +146,12 @@ class Speculation:
             self._pacer.forget()
 
     def propose(
-        self, requests: list[EngineRequest], others: list[EngineRequest]
+        self, requests: list[EngineRequest], others: list[EngineRequest], batch_size: int
     ) -> tuple[Batch, Proposal]:
-        """Return the next step's batch and proposal; the `others` in the batch get no drafts."""
+        """Return the batch and proposal of the next pass; the `others` in it get no drafts.
+
+        batch_size: how many requests all passes of the step have.
+        """
         self._has_failed = False
         most = self.num_speculative_tokens
         own_limits = [self.limit(request) for request in requests] + [0] * len(others)
@@ -167,7 +171,7 @@ class Speculation:
             limits = zip(requests, own_limits, strict=True)
             wanted = [min(request.room, limit) for request, limit in limits]
             most_drafting = self.spec.disable_by_batch_size
-            if most_drafting is not None and len(requests) > most_drafting:
+            if most_drafting is not None and batch_size > most_drafting:
                 wanted = self._only_drawn(requests, wanted)
             batch = replace(plain, num_draft_tokens=wanted, max_nodes=wanted)
             if self.schedule is not None:

@@ -22,8 +22,8 @@ class SpecStats:
         num_preemptions: how often a request lost its blocks and had to be reread.
         finish_reasons: number of ended requests by finish reason.
         num_steps: target passes that emitted tokens.
-        num_prompt_steps: those of them that read the end of a prompt before; their time counts as
-            prefill.
+        num_prompt_steps: those of them that also read the end of a prompt, or of a text that had
+            lost its blocks; the target's time counts as prefill.
         num_drafts: target passes that verified proposed tokens.
         num_output_tokens: tokens emitted, including the extra token of each step.
         num_draft_tokens: tokens proposed and verified; for a tree, those of its longest path.

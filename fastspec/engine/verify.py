@@ -99,7 +99,7 @@ def verify(
 ) -> list[Verdict]:
     """Verify the proposals in one target pass and one copy from the device.
 
-    The pass also reads committed tokens that are not cached yet; trees need another one for that.
+    The pass also reads committed tokens that are not cached yet; before trees, another one does.
 
     Log-probabilities cost one more copy, the most probable tokens three further ones, two more
     where they are tied, and rules that read drafts on the host two. Accepted tree nodes are moved
@@ -116,22 +116,22 @@ def verify(
     proposed, width = proposal.num_tokens or wanted, proposal.token_ids.shape[1]
     counts = [min(*pair, width) + 1 for pair in zip(wanted, proposed, strict=True)]
     if parents is not None and any(r.num_cached < len(r.token_ids) - 1 for r in requests):
-        unread = cast(list[EngineRequest], requests)
-        prefill(runner, unread, sum(len(request.token_ids) for request in unread))
+        reading = cast(list[EngineRequest], requests)
+        prefill(runner, reading, sum(len(request.token_ids) for request in reading))
     starts = [request.num_cached for request in requests]
     if runner.paged_model.recurrent is not None:
         starts = [runner.paged_model.resume(r.state_key, r.num_cached) for r in requests]
     unread = [r.token_ids[start:] for r, start in zip(requests, starts, strict=True)]
     sizes = [len(ids) + count - 1 for ids, count in zip(unread, counts, strict=True)]
     spans = [r.span(*span) for r, *span in zip(requests, starts, sizes, strict=True)]
-    rows = None
-    if sizes != counts:  # logits after the last token and the proposal alone
+    rows, reads_text = None, sizes != counts
+    if reads_text:  # logits after the last token and the proposal alone
         ends = zip(accumulate(sizes), counts, strict=True)
         rows = [row for end, count in ends for row in range(end - count, end)]
     inputs = rule_inputs(spec, batch, proposal, counts)
     is_plain = max(counts) == 1 and parents is None
     if is_plain:  # the pass need not wait for `ids`
-        logits = runner.forward([*chain.from_iterable(unread)], spans, rows)
+        logits = runner.forward([*chain.from_iterable(unread)], spans, rows, reads_text=reads_text)
     newest = [ids[-1] for ids in unread]
     newest_ids = device_tensor(newest, torch.int32, batch.device)
     ids = torch.cat([newest_ids[:, None], proposal.token_ids], dim=1)  # [B, 1 + N]
@@ -141,12 +141,11 @@ def verify(
         readable = ids.clamp(0, runner.vocab_size - 1).long()
         readable = readable.view(-1) if min(counts) == width + 1 else packed(readable, counts)
         if rows is not None:
-            parts = zip(unread, readable.split(counts), strict=True)
-            pairs = (
-                (device_tensor(known[:-1], torch.int64, batch.device), new) for known, new in parts
-            )
-            readable = torch.cat([*chain.from_iterable(pairs)])
-        logits = runner.forward(readable, spans, rows, parents)  # [T, V]
+            earlier = [ids[:-1] for ids in unread]
+            known = device_tensor([*chain.from_iterable(earlier)], torch.int64, batch.device)
+            parts = known.split([*map(len, earlier)]), readable.split(counts)
+            readable = torch.cat([*chain.from_iterable(zip(*parts, strict=True))])
+        logits = runner.forward(readable, spans, rows, parents, reads_text)  # [T, V]
     if proposal.on_target_logits is not None:
         proposal.on_target_logits(logits, counts)
 

@@ -32,9 +32,8 @@ FEW_TOKENS = 16  # up to these, kernels of ours multiply, which are faster than 
 # those of a text's last tokens, take a larger graph if there is one.
 RARE_TIMES = 32
 NEAR_FACTOR, RARE_FACTOR = 2, 8  # how many times as large that graph may be, in every size
-# Passes that read prompts come in many sizes, and win less by a graph, which they get later. They
-# read at least this many tokens of each text besides those after which there are logits.
-PROMPT_TIMES, PROMPT_TOKENS = 8, 8
+# Passes that read prompts come in many sizes, and win less by a graph, which they get later.
+PROMPT_TIMES = 8
 logger = logging.getLogger(__name__)
 # A capture begins by waiting for the whole GPU; during another one that fails, and ruins both.
 _CAPTURING = Lock()
@@ -206,6 +205,7 @@ class GraphedForward:
         tree: Tree | None,
         view_values: Callable[[], tuple[Tensor, ...] | None],
         view_buffers: ViewBuffers,
+        reads_text: bool,
     ) -> Tensor | None:
         """See ModelRunner.forward; returns one row, of any token, if `rows` is empty.
 
@@ -216,9 +216,7 @@ class GraphedForward:
             ValueError: the model cannot be captured, but must be.
         """
         num_nodes = 0 if tree is None else tree[1].shape[1]
-        is_prompt = rows == [] or (
-            rows is not None and len(input_ids) - len(rows) >= PROMPT_TOKENS * len(spans)
-        )
+        is_prompt = reads_text or rows == []
         rows = [0] if rows == [] else rows or []
         asked = PassShape.of(spans, rows, self.block_size)
         shape = bucket(asked, self.block_size, num_nodes)

@@ -146,12 +146,14 @@ class ModelRunner:
         spans: list[Span],
         rows: list[int] | None = None,
         parents: Tensor | None = None,
+        reads_text: bool = False,
     ) -> Tensor:
         """Run the spans' packed tokens, a list if the host knows them or a tensor [T] int64; return
         logits [R, V] of `rows`, or of all.
 
         With `parents` [B, N], see `fastspec_kernels.build_tree`, the tokens of span b are the first
-        nodes of tree b, beginning with its root.
+        nodes of tree b, beginning with its root. `reads_text` says that many tokens may come before
+        the rows, as always if there are none.
         """
         tree = None
         if parents is not None:
@@ -161,7 +163,7 @@ class ModelRunner:
         if self.graphs is not None:
             view_values = partial(self.view_values, spans, parents)
             logits = self.graphs.forward(
-                input_ids, spans, rows, tree, view_values, self.view_buffers
+                input_ids, spans, rows, tree, view_values, self.view_buffers, reads_text
             )
             if logits is not None:
                 return logits
@@ -296,8 +298,9 @@ class SplitRunner(ModelRunner):
         spans: list[Span],
         rows: list[int] | None = None,
         parents: Tensor | None = None,
+        reads_text: bool = False,
     ) -> Tensor:
-        logits = super().forward(input_ids, spans, rows, parents)
+        logits = super().forward(input_ids, spans, rows, parents, reads_text)
         if self._whole:
             self._gather(spans)
         return logits

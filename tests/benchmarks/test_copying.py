@@ -13,7 +13,9 @@ def test_copies_are_measured_and_told():
     prompts = [tokenizer(text).input_ids for text in ("import os\n", "def add(a, b):\n" * 3)]
     config = EngineConfig(dtype="float32", device="cpu")
     specs = {name: spec for name, spec in copying.SPECS.items() if spec.method != "eagle3"}
-    methods = copying.measured("tiny", specs, prompts, ["summary", "edit"], config, 12)
+    specs |= {"suffix, corpus": specs["suffix"]}
+    kinds, corpus = ["summary", "edit"], [[5, 6, 7], [8, 9]]
+    methods = copying.measured("tiny", specs, prompts, kinds, config, 12, corpus)
     assert list(methods) == list(specs)  # plain decoding is what they are compared with
     for row in methods.values():
         assert list(row) == ["summary", "edit", "summary and edit"]
@@ -27,6 +29,7 @@ def test_copies_are_measured_and_told():
         "num_prompts": 2,
         "max_tokens": 12,
         "settings": copying.SETTINGS,
+        "corpus": {"texts": 2, "tokens": 5},
         "methods": methods,
     }
     page = report.results_page([record])
@@ -36,6 +39,7 @@ def test_copies_are_measured_and_told():
     assert row.split(" | ")[2] == "2.05x (2.38)"
     assert "`prompt_lookup`, K=4: matches of 2 to 4 tokens; `suffix`: K=15, " in page
     assert "`suffix_max_spec_factor=3`, `tree_nodes=11`;" in page
+    assert " With a corpus: also of 2 answers of the target to other prompts (5 tokens, " in page
 
 
 def test_a_kind_alone_has_no_column_of_both():

@@ -232,9 +232,9 @@ def record_reads(runner):
     """How many tokens each pass from now on reads without the logits after them."""
     forward, counts = runner.forward, []
 
-    def recorded(input_ids, spans, rows=None, *args):
+    def recorded(input_ids, spans, rows=None, *args, **kwargs):
         counts.append(0 if rows is None else len(input_ids) - len(rows))
-        return forward(input_ids, spans, rows, *args)
+        return forward(input_ids, spans, rows, *args, **kwargs)
 
     runner.forward = recorded
     return counts

@@ -178,3 +178,57 @@ def test_prompts_of_one_round_share_a_pass(model):
         hugging_face_greedy(model, prompt) for prompt in prompts
     ]
     assert counts_of(passes)[:3] == [(len(PROMPT) + 7, 2), (1, 1), (3, 3)]
+
+
+def test_a_round_reads_by_one_pass_what_does_not_all_fit(model):
+    """Otherwise it would have three."""
+    engine = Engine(model, config=EngineConfig(prefill_chunk_size=8))
+    passes = record_passes(engine)
+    prompts = [PROMPT[:5], PROMPT[3:13]]
+    outputs = engine.generate(prompts, GREEDY)
+    assert [out.token_ids for out in outputs] == [
+        hugging_face_greedy(model, prompt) for prompt in prompts
+    ]
+    assert counts_of(passes)[:4] == [(8, 0), (1, 1), (1, 1), (6, 1)]
+
+
+def test_the_end_of_a_prompt_is_read_with_the_beginning_of_the_next(model):
+    engine = Engine(model, config=EngineConfig(prefill_chunk_size=8))
+    passes = record_passes(engine)
+    engine.add_request(PROMPT[:10], GREEDY, "first")
+    engine.step()
+    engine.add_request(PROMPT[3:13], GREEDY, "second")
+    assert [event.request_id for event in engine.step()] == ["first"]
+    assert counts_of(passes) == [(8, 0), (6, 0), (1, 1)]
+
+
+def test_samples_are_admitted_in_one_round(model):
+    """Those behind them do not wait for a first step of each prompt."""
+    engine = Engine(model, config=EngineConfig(block_size=4, max_batch_size=16))
+    for number in range(4):
+        engine.add_request([number, *PROMPT[:11]], SamplingParams(n=4, max_tokens=4))
+    engine.step()
+    assert engine.metrics()["num_requests_running"] == 16
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_synthetic_acceptance_does_not_depend_on_the_cache(model, temperature):
+    """It draws for greedy requests as well."""
+    spec = SpecConfig("early_exit", 3, exit_layer=1, synthetic_acceptance_rate=0.7)
+    config = EngineConfig(prefix_caching=True, block_size=5)
+    engine = Engine(model, spec=spec, config=config)
+    params = SamplingParams(temperature=temperature, seed=3, max_tokens=12)
+    first, again = (ids_of(engine.generate([[*PROMPT, 1]], params)) for _ in range(2))
+    assert engine.stats.num_cached_prompt_tokens == len(PROMPT)
+    assert first == again
+
+
+def test_a_large_batch_counts_those_that_have_just_come(model):
+    spec = SpecConfig("draft_model", 3, disable_by_batch_size=2)
+    engine = Engine(model, model, spec=spec)
+    propose, wanted = engine.drafter.propose, []
+    engine.drafter.propose = lambda batch: wanted.append(batch.num_draft_tokens) or propose(batch)
+    for number in range(4):
+        engine.add_request([number, *PROMPT[:5]], GREEDY)
+        engine.step()
+    assert wanted == [[3], [3], [3]]  # alone, then the first one and the second

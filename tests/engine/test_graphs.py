@@ -249,7 +249,7 @@ def test_prompts_are_read_by_graphs_once_their_sizes_are_common(monkeypatch):
     for count, num_rows, num_captured in sizes:
         spans, rows = spans_of([(0, count)]), [*range(count - num_rows, count)]
         ids = torch.randint(VOCAB_SIZE, (count,)).tolist()
-        both = [runner.forward(ids, spans, rows) for runner in (plain, graphed)]
+        both = [runner.forward(ids, spans, rows, None, count > 3) for runner in (plain, graphed)]
         assert torch.equal(*both)
         assert same_caches(plain, graphed)
         assert capture.num_captured == num_captured, (count, num_rows)
@@ -266,7 +266,9 @@ def test_a_prompt_that_cannot_be_captured_leaves_other_graphs(monkeypatch):
         for runner in (plain, graphed):
             runner.prefill([[*range(20)]], spans)
         assert same_caches(plain, graphed)
-    both = [runner.forward([*range(20)], spans, [18, 19]) for runner in (plain, graphed)]
+    both = [
+        runner.forward([*range(20)], spans, [18, 19], None, True) for runner in (plain, graphed)
+    ]
     assert torch.equal(*both)
     graphed.graphs.capture = capture = CountingCapture()
     for _ in range(2):

@@ -133,7 +133,7 @@ def test_what_a_failed_request_read_is_not_found():
 def test_an_interrupted_prefill_leaves_nothing_to_be_found(model, monkeypatch):
     engine = engine_of(model)
     runner = target_runner(engine)
-    monkeypatch.setattr(runner, "forward", lambda *args: 1 / 0)
+    monkeypatch.setattr(runner, "forward", lambda *args, **options: 1 / 0)
     request_id = engine.add_request(TEXT, params_of())
     with pytest.raises(ZeroDivisionError):
         engine.step()
