@@ -254,14 +254,14 @@ class Loop:
     def _read(self, requests: list[EngineRequest], most: int, ends: list[EngineRequest]) -> int:
         """Cache up to `most` tokens in all, in order of requests; return how many.
 
-        Texts that can all be read whole are left to the pass that verifies what follows them, and
-        are appended to `ends`; otherwise those in it are read as well, by the same pass.
+        If these and the texts of `ends` can all be read whole, they are left to the pass that
+        verifies what follows them, and appended to `ends`; otherwise all are read by one pass.
         """
         unread = [r for r in requests if r.num_cached < len(r.token_ids) - 1]
-        num = sum(len(request.token_ids) - request.num_cached for request in unread)
+        num = sum(len(request.token_ids) - request.num_cached for request in ends + unread)
         if num <= most and all(map(self._reads_at_once, unread)):
             ends += unread
-            return num
+            return 0
         num = self.prefill(ends + requests, most)
         ends.clear()
         return num
