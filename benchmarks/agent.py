@@ -68,11 +68,10 @@ def generated(target: str, max_tokens: int, repeats: int) -> tuple[dict, list[St
             assert written[name] == written["plain"], name
             stats = engine.stats
             decoding = sum(s for phase, s in stats.seconds.items() if phase != "prefill")
-            later = (
-                stats.num_output_tokens - stats.num_prompt_steps
-            )  # not written as prompts were read
+            # The tokens that came with the reading of prompts are not those of decoding.
+            decoded = stats.num_output_tokens - stats.num_prompt_steps
             row = {
-                "tokens_per_s": round(later / decoding, 1),
+                "tokens_per_s": round(decoded / decoding, 1),
                 "tokens_per_pass": round(stats.num_output_tokens / stats.num_steps, 2),
                 "drafting_share": round(stats.seconds["propose"] / decoding, 4),
             }

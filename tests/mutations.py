@@ -456,7 +456,7 @@ MUTATIONS = [
         "tests/engine/test_first_step.py",
         ("if num <= most and", "if num <= most + 1 and"),
         ("self.prefill(ends + requests, most)", "self.prefill(requests, most)"),
-        ("and scheduler.awaits_prefix:", "and False:"),
+        ("if not (ends and scheduler.awaits_prefix):", "if True:"),
         ("requests, others, batch_size)", "requests, others, len(running))"),
         ("(is_first or not reads_target)", "is_first"),
         ("(is_first or not reads_target)", "True"),

@@ -215,8 +215,9 @@ class Loop:
     def _schedule(self) -> list[EngineRequest]:
         """Read one chunk of uncached tokens, and return the requests that take part in this step.
 
-        Requests are served in order of arrival, and take no part until their tokens are read.
-        Waiting ones are admitted in waves, so that a prefix shared by several is read once.
+        Requests are served in order of arrival, and take no part until their tokens are read, or
+        are left to the pass that verifies what follows them. Waiting ones are admitted in waves, so
+        that a prefix shared by several is read once.
         """
         scheduler, left = self.scheduler, self.chunk_size
         self.queues_are_torn = True
@@ -235,12 +236,12 @@ class Loop:
             self.queues_are_torn = True
             admitted = scheduler.admit(self._reach)
             self.queues_are_torn = False
-            if not admitted and ends and scheduler.awaits_prefix:
+            if not admitted:
+                if not (ends and scheduler.awaits_prefix):
+                    break
                 left -= self.prefill(ends, left)
                 ends.clear()
                 continue
-            if not admitted:
-                break
             for request in [each for each in admitted if each.is_torn]:  # by an interrupted abort
                 self._end(request, End("error", _INTERRUPTED))
                 admitted.remove(request)

@@ -24,6 +24,10 @@ def counts_of(passes):
     return [(sum(span.count for span in spans), len(logits)) for spans, logits in passes]
 
 
+def greedy_texts(model, prompts):
+    return [hugging_face_greedy(model, prompt) for prompt in prompts]
+
+
 class Right(NoDrafter):
     """Drafts what will follow, as a chain or a tree, and notes how much was cached before."""
 
@@ -109,9 +113,7 @@ def test_texts_that_lost_their_blocks_are_read_like_prompts(model, reads_target)
     engine.drafter.propose = noted
     prompts = [PROMPT[:9], PROMPT[3:12], PROMPT[5:16]]
     outputs = engine.generate(prompts, GREEDY)
-    assert [out.token_ids for out in outputs] == [
-        hugging_face_greedy(model, prompt) for prompt in prompts
-    ]
+    assert [out.token_ids for out in outputs] == greedy_texts(model, prompts)
     assert engine.stats.num_preemptions > 0
     assert {is_later for is_unread, is_later in lacking if is_unread} == (
         set() if reads_target else {False, True}
@@ -174,9 +176,7 @@ def test_prompts_of_one_round_share_a_pass(model):
     passes = record_passes(engine)
     prompts = [PROMPT, PROMPT[:7], [5]]
     outputs = engine.generate(prompts, GREEDY)
-    assert [out.token_ids for out in outputs] == [
-        hugging_face_greedy(model, prompt) for prompt in prompts
-    ]
+    assert [out.token_ids for out in outputs] == greedy_texts(model, prompts)
     assert counts_of(passes)[:3] == [(len(PROMPT) + 7, 2), (1, 1), (3, 3)]
 
 
@@ -186,9 +186,7 @@ def test_a_round_reads_by_one_pass_what_does_not_all_fit(model):
     passes = record_passes(engine)
     prompts = [PROMPT[:5], PROMPT[3:13]]
     outputs = engine.generate(prompts, GREEDY)
-    assert [out.token_ids for out in outputs] == [
-        hugging_face_greedy(model, prompt) for prompt in prompts
-    ]
+    assert [out.token_ids for out in outputs] == greedy_texts(model, prompts)
     assert counts_of(passes)[:4] == [(8, 0), (1, 1), (1, 1), (6, 1)]
 
 
