@@ -35,12 +35,15 @@ void pack_queries(const AttentionCall& call, const QueryTile& tile,
                   const AttentionScratch& scratch) {
   for (int64_t head = 0; head < tile.num_kv_heads; ++head) {
     const HeadBlocks blocks = blocks_of(call, tile, head, scratch);
-    const PackedRows packed = {Element::kBFloat16, blocks.num_rows, call.head_size, blocks.queries};
-    for (int64_t i = 0; i < blocks.num_rows; ++i) {
-      const RowOfQuery at = row_of_query(call, tile, blocks.first_row + i);
-      pack_pairs(static_cast<const BF16*>(call.query) + at.token * call.query_token_stride +
-                     at.head * call.query_head_stride,
-                 packed, i);
+    for (int64_t i = 0; i < blocks.num_rows; i += kBlock) {
+      const int64_t count = blocks.num_rows - i < kBlock ? blocks.num_rows - i : kBlock;
+      const BF16* rows[kBlock];
+      for (int64_t r = 0; r < count; ++r) {
+        const RowOfQuery at = row_of_query(call, tile, blocks.first_row + i + r);
+        rows[r] = static_cast<const BF16*>(call.query) + at.token * call.query_token_stride +
+                  at.head * call.query_head_stride;
+      }
+      pack_block(rows, count, call.head_size, blocks.queries + i / kBlock * blocks.tiles);
     }
   }
 }

@@ -74,7 +74,8 @@ class Layer {
   static constexpr int64_t kPhases = 7 + PagedAttention::kPhases + kMlpPhases;
 
   void run(const PagedAttention& attention, Team::Member& member) const {
-    share_rows(scratch_.packed_inputs, member, [&](int64_t row) { pack_inputs(row); });
+    share_rows(scratch_.packed_inputs, member,
+               [&](int64_t first, int64_t last) { pack_inputs(first, last); });
     const Product products[] = {
         {call_.query.weight, call_.query.bias, scratch_.query, Element::kFloat32, n_.queries},
         {call_.key.weight, call_.key.bias, scratch_.key, Element::kFloat32, n_.keys},
@@ -87,19 +88,23 @@ class Layer {
     const Product out = {call_.output.weight, call_.output.bias, scratch_.branch, Element::kFloat32,
                          n_.size};
     multiply(scratch_.packed_attended, &out, 1, member);
-    share_rows(scratch_.mlp.input, member, [&](int64_t row) { pack_mlp_inputs(row); });
+    share_rows(scratch_.mlp.input, member,
+               [&](int64_t first, int64_t last) { pack_mlp_inputs(first, last); });
     gated_mlp(call_.mlp, scratch_.mlp, scratch_.branch, Element::kFloat32, member);
     member.share(n_.rows, [&](int64_t row) { add_branch(call_.mlp_out_norm, row); });
   }
 
  private:
-  void pack_inputs(int64_t row) const {
-    for (const int64_t head : call_.kept_heads) keep_input(row, head);
-    float* inputs = scratch_.inputs + row * n_.inputs;
-    std::copy_n(call_.embeddings + row * call_.embedding_size, call_.embedding_size, inputs);
-    normalize(call_, call_.attention_norm, call_.hidden + row * n_.size, 1, n_.size,
-              inputs + call_.embedding_size);
-    kernels().linear.pack_row(inputs, Element::kFloat32, scratch_.packed_inputs, row);
+  void pack_inputs(int64_t first, int64_t last) const {
+    for (int64_t row = first; row < last; ++row) {
+      for (const int64_t head : call_.kept_heads) keep_input(row, head);
+      float* inputs = scratch_.inputs + row * n_.inputs;
+      std::copy_n(call_.embeddings + row * call_.embedding_size, call_.embedding_size, inputs);
+      normalize(call_, call_.attention_norm, call_.hidden + row * n_.size, 1, n_.size,
+                inputs + call_.embedding_size);
+    }
+    kernels().linear.pack_rows(scratch_.inputs, Element::kFloat32, scratch_.packed_inputs, first,
+                               last);
   }
 
   void keep_input(int64_t row, int64_t head) const {
@@ -158,11 +163,13 @@ class Layer {
     kernels().layers.add(branch, n_.size, call_.hidden + row * n_.size);
   }
 
-  void pack_mlp_inputs(int64_t row) const {
-    add_branch(call_.attention_out_norm, row);
-    float* normed = scratch_.branch + row * n_.size;
-    normalize(call_, call_.mlp_norm, call_.hidden + row * n_.size, 1, n_.size, normed);
-    kernels().linear.pack_row(normed, Element::kFloat32, scratch_.mlp.input, row);
+  void pack_mlp_inputs(int64_t first, int64_t last) const {
+    for (int64_t row = first; row < last; ++row) {
+      add_branch(call_.attention_out_norm, row);
+      normalize(call_, call_.mlp_norm, call_.hidden + row * n_.size, 1, n_.size,
+                scratch_.branch + row * n_.size);
+    }
+    kernels().linear.pack_rows(scratch_.branch, Element::kFloat32, scratch_.mlp.input, first, last);
   }
 
   const DecoderLayerCall& call_;

@@ -32,36 +32,15 @@ MlpScratch take_mlp(const MlpWeights& weights, int64_t num_rows, Arena& arena) {
           arena.take(num_rows * weights.hidden), arena.take(num_rows * weights.hidden)};
 }
 
-// One worker computes gate, up and activation of the same outputs. With few rows it reads long runs
-// of either weights; with many rows the activation follows while its inputs are still cached.
-static void multiply_gated(const MlpWeights& weights, const MlpScratch& scratch,
-                           Team::Member& member) {
-  const KernelTable& kernel = kernels();
-  const PackedRows& rows = scratch.input;
-  const int64_t hidden = weights.hidden;
-  const Product gates = {weights.gate, nullptr, scratch.gate, Element::kFloat32, hidden};
-  const Product ups = {weights.up, nullptr, scratch.up, Element::kFloat32, hidden};
-  constexpr int64_t kFewRows = 16;
-  const int64_t outputs = outputs_of_task(rows);
-  const int64_t most_outputs = rows.num_rows <= kFewRows ? hidden : outputs;
-  member.share_runs(divided_up(hidden, outputs), [&](int64_t task, int64_t end_task) {
-    const int64_t end = std::min(end_task * outputs, hidden);
-    for (int64_t first = task * outputs; first < end; first += most_outputs) {
-      const int64_t last = std::min(first + most_outputs, end);
-      kernel.linear.multiply(rows, gates, first, last);
-      kernel.linear.multiply(rows, ups, first, last);
-      for (int64_t row = 0; row < rows.num_rows; ++row) {
-        const int64_t at = row * hidden + first;
-        kernel.layers.gate(scratch.gate + at, scratch.up + at, last - first, weights.activation);
-      }
-    }
-  });
-}
-
 void gated_mlp(const MlpWeights& weights, const MlpScratch& scratch, void* out, Element out_element,
                Team::Member& member) {
-  multiply_gated(weights, scratch, member);
-  pack(scratch.gate, Element::kFloat32, scratch.hidden, member);
+  const GatedProduct gated = {weights.gate,       weights.up,   weights.hidden,
+                              weights.activation, scratch.gate, scratch.up};
+  const int64_t outputs = outputs_of_gated_task(scratch.input);
+  member.share_runs(divided_up(weights.hidden, outputs), [&](int64_t first, int64_t last) {
+    kernels().linear.multiply_gated(scratch.input, gated, scratch.hidden, first * outputs,
+                                    std::min(last * outputs, weights.hidden));
+  });
   const Product down = {weights.down, nullptr, out, out_element, weights.size};
   multiply(scratch.hidden, &down, 1, member);
 }

@@ -6,8 +6,6 @@
 
 namespace fastspec::cpu {
 
-enum class Activation { kSilu, kGeluTanh };
-
 // Weights of a normalisation; a row is scaled by shift + weight.
 struct Norm {
   const void* weight;
@@ -18,8 +16,6 @@ struct Norm {
 struct LayerKernels {
   // out[k] = x[k] / sqrt(mean(x^2) + eps) * (shift + weight[k])
   void (*rms_norm)(const float* x, const Norm& norm, int64_t size, float* out);
-  // gate[i] = activation(gate[i]) * up[i]
-  void (*gate)(float* gate, const float* up, int64_t size, Activation activation);
   // Rotates the two halves of x[0..size] by the factors cos and sin.
   void (*rotate)(float* x, const float* cos, const float* sin, int64_t size);
   // to[i] += from[i]
@@ -54,7 +50,7 @@ struct MlpScratch {
 MlpScratch take_mlp(const MlpWeights& weights, int64_t num_rows, Arena& arena);
 
 // Phases: compute out [num_rows, size] from the rows in scratch.input.
-constexpr int64_t kMlpPhases = 3;
+constexpr int64_t kMlpPhases = 2;
 void gated_mlp(const MlpWeights& weights, const MlpScratch& scratch, void* out, Element out_element,
                Team::Member& member);
 

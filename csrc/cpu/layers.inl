@@ -32,37 +32,6 @@ void rms_norm(const float* x, const Norm& norm, int64_t size, float* out) {
   });
 }
 
-// x / (1 + e^-x); below -87, where this is below 1e-35, x * 0: -0, or NaN if x is -inf.
-FASTSPEC_INLINE NativeF32 silu(NativeF32 x) {
-  constexpr float kMost = 126.0f;
-  const NativeF32 power = x * -kLog2E;
-  const NativeF32 bounded = power > kMost ? native(kMost) : power;
-  return power > kMost ? x * 0.0f : x / (1.0f + exp2(bounded));
-}
-
-FASTSPEC_INLINE NativeF32 gelu_tanh(NativeF32 x) {
-  constexpr float kSqrt2OverPi = 0.7978845608f;
-  const NativeF32 inner = kSqrt2OverPi * (x + 0.044715f * x * x * x);
-  return 0.5f * x * (1.0f + tanh(inner));
-}
-
-template <class F>
-FASTSPEC_INLINE void gate_by(float* gate, const float* up, int64_t size, const F& f) {
-  int64_t i = 0;
-  for (; i + kNativeLanes <= size; i += kNativeLanes) {
-    store_native(gate + i, f(load_native(gate + i)) * load_native(up + i));
-  }
-  for (; i < size; ++i) gate[i] = f(native(gate[i]))[0] * up[i];
-}
-
-void gate(float* gate, const float* up, int64_t size, Activation activation) {
-  if (activation == Activation::kSilu) {
-    gate_by(gate, up, size, [](NativeF32 x) FASTSPEC_INLINE_LAMBDA { return silu(x); });
-  } else {
-    gate_by(gate, up, size, [](NativeF32 x) FASTSPEC_INLINE_LAMBDA { return gelu_tanh(x); });
-  }
-}
-
 void rotate(float* x, const float* cos, const float* sin, int64_t size) {
   const int64_t half = size / 2;
   for (int64_t i = 0; i < half; ++i) {
@@ -97,7 +66,7 @@ void narrow_values(const float* from, int64_t size, Element element, void* to) {
   });
 }
 
-constexpr LayerKernels kLayers = {rms_norm, gate, rotate, add, widen_values, narrow_values};
+constexpr LayerKernels kLayers = {rms_norm, rotate, add, widen_values, narrow_values};
 
 }  // namespace
 }  // namespace fastspec::cpu::FASTSPEC_ISA

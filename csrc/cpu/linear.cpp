@@ -13,10 +13,8 @@ PackedRows take_rows(Element element, int64_t num_rows, int64_t depth, Arena& ar
 }
 
 void pack(const void* input, Element input_element, const PackedRows& rows, Team::Member& member) {
-  const int64_t row_bytes = rows.depth * size_of(input_element);
-  share_rows(rows, member, [&](int64_t row) {
-    kernels().linear.pack_row(static_cast<const char*>(input) + row * row_bytes, input_element,
-                              rows, row);
+  share_rows(rows, member, [&](int64_t first, int64_t last) {
+    kernels().linear.pack_rows(input, input_element, rows, first, last);
   });
 }
 

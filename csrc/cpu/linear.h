@@ -26,15 +26,33 @@ struct Product {
   int64_t num_outputs;
 };
 
+enum class Activation { kSilu, kGeluTanh };
+
+// out[t][n] = activation(sum over k of rows[t][k] * gate[n][k]) * sum over k of rows[t][k] *
+// up[n][k]
+struct GatedProduct {
+  const void* gate;  // [num_outputs, depth], as Product::weight
+  const void* up;
+  int64_t num_outputs;
+  Activation activation;
+  float *gates, *ups;  // scratch [num_rows, num_outputs]
+};
+
 struct LinearKernels {
   int64_t (*packed_bytes)(Element element, int64_t num_rows, int64_t depth);
-  // One row of `depth` contiguous values, in float32 or the type of the weights. Rows become
-  // bfloat16 if the instruction set multiplies that, otherwise float32.
-  void (*pack_row)(const void* input, Element input_element, const PackedRows& rows, int64_t row);
+  // Rows first..last of [num_rows, depth], contiguous, in float32 or the type of the weights;
+  // `first` is a multiple of rows.together. Rows become bfloat16 if the instruction set multiplies
+  // that, otherwise float32.
+  void (*pack_rows)(const void* input, Element input_element, const PackedRows& rows, int64_t first,
+                    int64_t last);
   // Returns PackedRows::together.
   int64_t (*rows_together)(Element element);
   // Outputs first..last of every row; `first` is a multiple of kOutputTile.
   void (*multiply)(const PackedRows& rows, const Product& product, int64_t first, int64_t last);
+  // Outputs first..last, packed for a product with weights of the same type; `first` is a multiple
+  // of outputs_of_gated_task.
+  void (*multiply_gated)(const PackedRows& rows, const GatedProduct& product, const PackedRows& out,
+                         int64_t first, int64_t last);
 };
 
 constexpr int64_t kOutputTile = 16;
@@ -62,6 +80,11 @@ constexpr int64_t kProductsPerWorker = 1 << 17;  // multiply-adds: tens of us, w
 
 inline int64_t output_tiles(int64_t num_outputs) { return divided_up(num_outputs, kOutputTile); }
 
+// Outputs of a task of multiply_gated: those that are packed together.
+inline int64_t outputs_of_gated_task(const PackedRows& rows) {
+  return is_quantized(rows.element) ? kBlockDepth : kOutputTile;
+}
+
 // Outputs of a task: two tiles for many rows that share cache lines, as they then share loads.
 inline int64_t outputs_of_task(const PackedRows& rows) {
   const bool many = rows.together > 1 && rows.num_rows > 2 * rows.together;
@@ -70,15 +93,13 @@ inline int64_t outputs_of_task(const PackedRows& rows) {
 
 PackedRows take_rows(Element element, int64_t num_rows, int64_t depth, Arena& arena);
 
-// Phase: calls body(row), which packs a row, for all rows. One worker handles rows that share cache
-// lines, because several would take the lines from each other at every store.
+// Phase: calls body(first, last), which packs some rows, for all rows. One worker handles rows that
+// share cache lines, because several would take the lines from each other at every store.
 template <class Body>
 void share_rows(const PackedRows& rows, Team::Member& member, const Body& body) {
-  const int64_t groups = (rows.num_rows + rows.together - 1) / rows.together;
-  member.share(groups, [&](int64_t group) {
+  member.share(divided_up(rows.num_rows, rows.together), [&](int64_t group) {
     const int64_t first = group * rows.together;
-    const int64_t end = std::min(first + rows.together, rows.num_rows);
-    for (int64_t row = first; row < end; ++row) body(row);
+    body(first, std::min(first + rows.together, rows.num_rows));
   });
 }
 

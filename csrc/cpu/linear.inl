@@ -3,6 +3,7 @@
 //
 // The sum of each pair of row and output has its own accumulator and adds terms in the same order
 // for any tile, so a row's result does not depend on the other rows.
+#include "activations.h"
 #include "amx.h"
 #include "kernels.h"
 #include "lanes.h"
@@ -249,19 +250,30 @@ int64_t rows_together(Element element) {
   return packing_of(element) == Packing::kTiles ? kTileRowsOfAmx : 1;
 }
 
-void pack_row(const void* input, Element input_element, const PackedRows& rows, int64_t row) {
+// Values first..last of a row, which begins at `from`, and zeros after the end of the row. Both are
+// multiples of what is packed together, or the end.
+template <class T>
+void pack_row(const T* from, const PackedRows& rows, int64_t row, int64_t first, int64_t last) {
   const Packing packing = packing_of(rows.element);
+  if (packing == Packing::kWide) {
+    float* to = static_cast<float*>(rows.data) + row * padded(rows.depth);
+    widen_row(from + first, last - first, to + first);
+  } else if (packing == Packing::kPairs) {
+    const int64_t size = pair_tiles(rows.depth) * kPairDepth;
+    BF16* to = static_cast<BF16*>(rows.data) + row * size;
+    narrow_row(from + first, last - first, (last < rows.depth ? last : size) - first, to + first);
+  } else {
+    quantize_row(from, rows, row, first, last);
+  }
+}
+
+void pack_rows(const void* input, Element input_element, const PackedRows& rows, int64_t first,
+               int64_t last) {
   with_type(input_element, [&](auto type) {
     const auto* from = static_cast<decltype(type)>(input);
-    if (packing == Packing::kWide) {
-      widen_row(from, rows.depth, static_cast<float*>(rows.data) + row * padded(rows.depth));
-    } else if (packing == Packing::kPairs) {
-      const int64_t size = pair_tiles(rows.depth) * kPairDepth;
-      narrow_row(from, rows.depth, size, static_cast<BF16*>(rows.data) + row * size);
-    } else if (packing == Packing::kBytes) {
-      quantize_row(from, rows, row);
-    } else {
-      pack_pairs(from, rows, row);
+    if (packing_of(rows.element) == Packing::kTiles) return pack_blocks(from, rows, first, last);
+    for (int64_t row = first; row < last; ++row) {
+      pack_row(from + row * rows.depth, rows, row, 0, rows.depth);
     }
   });
 }
@@ -283,7 +295,44 @@ void multiply(const PackedRows& rows, const Product& product, int64_t first, int
   }
 }
 
-constexpr LinearKernels kLinear = {packed_bytes, pack_row, rows_together, multiply};
+// gates[i] = f(gates[i]) * ups[i]
+template <class F>
+FASTSPEC_INLINE void gate(float* gates, const float* ups, int64_t size, const F& f) {
+  int64_t i = 0;
+  for (; i + kNativeLanes <= size; i += kNativeLanes) {
+    store_native(gates + i, f(load_native(gates + i)) * load_native(ups + i));
+  }
+  for (; i < size; ++i) gates[i] = f(native(gates[i]))[0] * ups[i];
+}
+
+// With few rows it reads long runs of either weights; with many rows the activation follows while
+// its inputs are still cached.
+void multiply_gated(const PackedRows& rows, const GatedProduct& product, const PackedRows& out,
+                    int64_t first, int64_t last) {
+  if (packing_of(rows.element) == Packing::kTiles) {
+    return multiply_gated_tiles(rows, product, out, first, last);
+  }
+  constexpr int64_t kFewRows = 16;
+  const int64_t size = product.num_outputs;
+  const int64_t most = rows.num_rows <= kFewRows ? last - first : outputs_of_gated_task(rows);
+  const Product gates = {product.gate, nullptr, product.gates, Element::kFloat32, size};
+  const Product ups = {product.up, nullptr, product.ups, Element::kFloat32, size};
+  for (int64_t n = first; n < last; n += most) {
+    const int64_t end = last - n < most ? last : n + most;
+    multiply(rows, gates, n, end);
+    multiply(rows, ups, n, end);
+    with_activation(product.activation, [&](auto f) FASTSPEC_INLINE_LAMBDA {
+      for (int64_t row = 0; row < rows.num_rows; ++row) {
+        float* values = product.gates + row * size;
+        gate(values + n, product.ups + row * size + n, end - n, f);
+        pack_row(values, out, row, n, end);
+      }
+    });
+  }
+}
+
+constexpr LinearKernels kLinear = {packed_bytes, pack_rows, rows_together, multiply,
+                                   multiply_gated};
 
 }  // namespace
 }  // namespace fastspec::cpu::FASTSPEC_ISA

@@ -16,25 +16,6 @@ void narrow_row(const T* from, int64_t size, int64_t padded_size, BF16* to) {
   std::memset(to + size, 0, (padded_size - size) * sizeof(BF16));
 }
 
-// Lanes past the last row are arbitrary: each sum of a tile is of one row, and theirs are dropped.
-template <class T>
-void pack_pairs(const T* from, const PackedRows& rows, int64_t row) {
-  PairTile* tile =
-      static_cast<PairTile*>(rows.data) + row / kTileRowsOfAmx * pair_tiles(rows.depth);
-  const int64_t lane = row % kTileRowsOfAmx;
-  for (int64_t k = 0; k < rows.depth; k += kPairDepth, ++tile) {
-    BF16 values[kPairDepth] = {};
-    if (rows.depth - k >= kPairDepth) {
-      for (int64_t i = 0; i < kPairDepth; ++i) values[i] = narrow(from[k + i]);
-    } else {
-      for (int64_t i = 0; i < rows.depth - k; ++i) values[i] = narrow(from[k + i]);
-    }
-    for (int64_t i = 0; i < kPairDepth / 2; ++i) {
-      std::memcpy(tile->pairs[i][lane], values + 2 * i, 2 * sizeof(BF16));
-    }
-  }
-}
-
 #if defined(__AVX512F__) && FASTSPEC_COMPILES_BFLOAT16
 
 // Like WideTiles, for bfloat16 rows, zero-padded to a multiple of kPairDepth.
@@ -100,6 +81,55 @@ void multiply_pairs(const PackedRows&, const Product&, int64_t, int64_t) {}
 
 #if defined(__AVX512F__) && FASTSPEC_COMPILES_AMX
 
+// The first `count` of 32 values, then zeros, as bfloat16.
+template <class T>
+FASTSPEC_AMX FASTSPEC_INLINE NativeF32 narrow_some(const T* from, int64_t count) {
+  const __mmask32 mask = count < kPairDepth ? (1u << count) - 1 : ~0u;
+  if constexpr (std::is_same_v<T, BF16>) {
+    return bit_cast<NativeF32>(_mm512_maskz_loadu_epi16(mask, from));
+  } else {
+    const auto load_half = [](const T* half, __mmask16 kept) FASTSPEC_INLINE_LAMBDA {
+      if constexpr (std::is_same_v<T, F16>) {
+        return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(kept, half));
+      } else {
+        return _mm512_maskz_loadu_ps(kept, half);
+      }
+    };
+    const __m512 low = load_half(from, static_cast<__mmask16>(mask));
+    const __m512 high = load_half(from + kPairDepth / 2, static_cast<__mmask16>(mask >> 16));
+    return bit_cast<NativeF32>(_mm512_cvtne2ps_pbh(high, low));
+  }
+}
+
+// Up to 16 rows of `depth` values; the lanes of missing ones are zeros.
+template <class T>
+FASTSPEC_AMX void pack_block(const T* const* rows, int64_t count, int64_t depth, PairTile* tile) {
+  for (int64_t k = 0; k < depth; k += kPairDepth, ++tile) {
+    NativeF32 pairs[kTileRowsOfAmx];
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < kTileRowsOfAmx; ++i) {
+      pairs[i] = i < count ? narrow_some(rows[i] + k, depth - k) : NativeF32{};
+    }
+    transpose(pairs);
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < kTileRowsOfAmx; ++i) {
+      std::memcpy(tile->pairs[i], &pairs[i], sizeof(pairs[i]));
+    }
+  }
+}
+
+// Rows first..last of [num_rows, depth]; `first` starts a block.
+template <class T>
+void pack_blocks(const T* from, const PackedRows& packed, int64_t first, int64_t last) {
+  PairTile* tiles = static_cast<PairTile*>(packed.data);
+  for (int64_t row = first; row < last; row += kTileRowsOfAmx) {
+    const int64_t count = last - row < kTileRowsOfAmx ? last - row : kTileRowsOfAmx;
+    const T* rows[kTileRowsOfAmx];
+    for (int64_t i = 0; i < count; ++i) rows[i] = from + (row + i) * packed.depth;
+    pack_block(rows, count, packed.depth, tiles + row / kTileRowsOfAmx * pair_tiles(packed.depth));
+  }
+}
+
 // Writes sums[output][row] of a tile, plus the bias, to the output's columns from n on.
 FASTSPEC_INLINE void write_tile(const Product& product, const float (*sums)[kTileRowsOfAmx],
                                 int64_t row, int64_t rows, int64_t n, int64_t outputs,
@@ -161,11 +191,18 @@ FASTSPEC_INLINE WeightTile weight_tile(const BF16* weight, int64_t stride, int64
 
 constexpr int kMostTiles = 2;  // of outputs, and of rows, that are multiplied together
 
-// The weights of `outputs` outputs, in 1 or 2 tiles, times 1 or 2 blocks of 16 rows. Tiles 0 to 3
-// are for sums, 4 and 5 for weights, 6 and 7 for rows.
+// Up to 16 outputs, whose weights are `depth` values apart.
+struct OutputTile {
+  const BF16* weight;
+  int64_t outputs;
+};
+
+// 1 or 2 tiles of outputs times 1 or 2 blocks of 16 rows: sums[tile * kMostTiles + block]. Weights
+// of the outputs `ahead` after these are prefetched, unless it is 0. Register tiles 0 to 3 are for
+// sums, 4 and 5 for weights, 6 and 7 for rows.
 template <int tiles, int blocks>
-FASTSPEC_AMX void multiply_blocks(const BF16* weight, int64_t outputs, int64_t depth,
-                                  const PairTile* rows, bool prefetches, TileSums* sums) {
+FASTSPEC_AMX void multiply_blocks(const OutputTile* outputs, int64_t depth, const PairTile* rows,
+                                  int64_t ahead, TileSums* sums) {
   const int64_t steps = pair_tiles(depth);
   BF16 copies[tiles][kOutputTile][kPairDepth];
   _tile_zero(0);
@@ -173,15 +210,19 @@ FASTSPEC_AMX void multiply_blocks(const BF16* weight, int64_t outputs, int64_t d
   if constexpr (tiles > 1) _tile_zero(2);
   if constexpr (tiles > 1 && blocks > 1) _tile_zero(3);
   for (int64_t step = 0; step < steps; ++step, ++rows) {
-    const BF16* from = weight + step * kPairDepth;
-    const int64_t left = depth - step * kPairDepth;
-    if (prefetches && outputs == tiles * kOutputTile && left >= kPairDepth) {
-      // The same place of the next outputs.
-      for (int64_t n = 0; n < tiles * kOutputTile; ++n) {
-        __builtin_prefetch(from + (tiles * kOutputTile + n) * depth, 0, 2);
+    const int64_t k = step * kPairDepth, left = depth - k;
+    if (ahead > 0 && outputs[tiles - 1].outputs == kOutputTile && left >= kPairDepth) {
+      for (int tile = 0; tile < tiles; ++tile) {
+        for (int64_t n = ahead; n < ahead + kOutputTile; ++n) {
+          __builtin_prefetch(outputs[tile].weight + n * depth + k, 0, 2);
+        }
       }
     }
-    const WeightTile first = weight_tile(from, depth, outputs, left, copies[0]);
+    const auto tile_of = [&](int tile) FASTSPEC_INLINE_LAMBDA {
+      const OutputTile& of = outputs[tile];
+      return weight_tile(of.weight + k, depth, of.outputs, left, copies[tile]);
+    };
+    const WeightTile first = tile_of(0);
     _tile_loadd(4, first.from, first.bytes);
     _tile_loadd(6, rows, 64);
     _tile_dpbf16ps(0, 4, 6);
@@ -190,8 +231,7 @@ FASTSPEC_AMX void multiply_blocks(const BF16* weight, int64_t outputs, int64_t d
       _tile_dpbf16ps(1, 4, 7);
     }
     if constexpr (tiles > 1) {
-      const WeightTile second =
-          weight_tile(from + kOutputTile * depth, depth, outputs - kOutputTile, left, copies[1]);
+      const WeightTile second = tile_of(1);
       _tile_loadd(5, second.from, second.bytes);
       _tile_dpbf16ps(2, 5, 6);
       if constexpr (blocks > 1) _tile_dpbf16ps(3, 5, 7);
@@ -214,12 +254,15 @@ FASTSPEC_AMX void multiply_tiles(const PackedRows& packed, const Product& produc
   for (int64_t n = first; n < last; n += most_outputs) {
     const int64_t outputs = last - n < most_outputs ? last - n : most_outputs;
     const bool two_tiles = outputs > kOutputTile;
+    const OutputTile tiles[kMostTiles] = {
+        {weight + n * depth, two_tiles ? kOutputTile : outputs},
+        {weight + (n + kOutputTile) * depth, outputs - kOutputTile}};
     for (int64_t block = 0; block < all; block += kMostTiles) {
       const bool two_blocks = all - block > 1;
       const auto run = two_tiles    ? two_blocks ? multiply_blocks<2, 2> : multiply_blocks<2, 1>
                        : two_blocks ? multiply_blocks<1, 2>
                                     : multiply_blocks<1, 1>;
-      run(weight + n * depth, outputs, depth, rows + block * pair_tiles(depth), block == 0, sums);
+      run(tiles, depth, rows + block * pair_tiles(depth), block == 0 ? most_outputs : 0, sums);
       for (int64_t i = 0; i < kMostTiles * kMostTiles; ++i) {
         const int64_t output = i / kMostTiles * kOutputTile;
         const int64_t row = (block + i % kMostTiles) * kTileRowsOfAmx;
@@ -233,8 +276,61 @@ FASTSPEC_AMX void multiply_tiles(const PackedRows& packed, const Product& produc
   _tile_release();
 }
 
+// f(gates) * ups, packed: lines of sums are outputs, and lines of a packed tile pairs of them, so
+// nothing is transposed.
+template <class F>
+FASTSPEC_AMX void pack_gated(const TileSums& gates, const TileSums& ups, const F& f,
+                             BF16 (*lines)[kTileRowsOfAmx][2]) {
+  const __m512i interleaved =
+      _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                       21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  const auto gated = [&](int64_t output) FASTSPEC_INLINE_LAMBDA {
+    return f(load_native(gates.of[output])) * load_native(ups.of[output]);
+  };
+  for (int64_t n = 0; n < kOutputTile; n += 2, ++lines) {
+    const __m512bh both = _mm512_cvtne2ps_pbh(gated(n + 1), gated(n));
+    const __m512i pairs = _mm512_permutexvar_epi16(interleaved, bit_cast<__m512i>(both));
+    std::memcpy(*lines, &pairs, sizeof(pairs));
+  }
+}
+
+FASTSPEC_AMX void multiply_gated_tiles(const PackedRows& packed, const GatedProduct& product,
+                                       const PackedRows& out, int64_t first, int64_t last) {
+  const PairTile* rows = static_cast<const PairTile*>(packed.data);
+  const int64_t depth = packed.depth, all = row_blocks(packed.num_rows);
+  TileSums sums[kMostTiles * kMostTiles];
+  configure_tiles();
+  for (int64_t n = first; n < last; n += kOutputTile) {
+    const int64_t outputs = last - n < kOutputTile ? last - n : kOutputTile;
+    const OutputTile tiles[kMostTiles] = {
+        {static_cast<const BF16*>(product.gate) + n * depth, outputs},
+        {static_cast<const BF16*>(product.up) + n * depth, outputs}};
+    for (int64_t block = 0; block < all; block += kMostTiles) {
+      const int64_t blocks = all - block > 1 ? 2 : 1;
+      const auto run = blocks > 1 ? multiply_blocks<2, 2> : multiply_blocks<2, 1>;
+      run(tiles, depth, rows + block * pair_tiles(depth), block == 0 ? kOutputTile : 0, sums);
+      for (int64_t i = 0; i < blocks; ++i) {
+        PairTile* tile =
+            static_cast<PairTile*>(out.data) + (block + i) * pair_tiles(out.depth) + n / kPairDepth;
+        const int64_t pair = n % kPairDepth / 2;
+        with_activation(product.activation, [&](auto f) {
+          pack_gated(sums[i], sums[kMostTiles + i], f, tile->pairs + pair);
+        });
+        if (n + kOutputTile >= out.depth && pair == 0) {
+          std::memset(tile->pairs[kOutputTile / 2], 0, sizeof(*tile) / 2);
+        }
+      }
+    }
+  }
+  _tile_release();
+}
+
 #else
 
+template <class T>
+void pack_blocks(const T*, const PackedRows&, int64_t, int64_t) {}
 void multiply_tiles(const PackedRows&, const Product&, int64_t, int64_t) {}
+void multiply_gated_tiles(const PackedRows&, const GatedProduct&, const PackedRows&, int64_t,
+                          int64_t) {}
 
 #endif

@@ -23,19 +23,21 @@ FASTSPEC_INLINE NativeI32 rounded(NativeF32 x) {
 #endif
 }
 
-// A row with a value that is not finite gets scales that are NaN, and so does its output.
+// Values first..last of a row; `first` starts a block. A row with a value that is not finite gets
+// scales that are NaN, and so does its output.
 template <class T>
-void quantize_row(const T* from, const PackedRows& rows, int64_t row) {
+void quantize_row(const T* from, const PackedRows& rows, int64_t row, int64_t first, int64_t last) {
   constexpr int64_t kHalf = kBlockDepth / 2;
   constexpr float kLeast = 1e-30f;  // smaller halves are zero, because 127 / kLeast is finite
   typedef int8_t NativeI8 __attribute__((vector_size(kNativeLanes)));
-  RowBlock* block = static_cast<RowBlock*>(rows.data) + row * depth_blocks(rows.depth);
-  for (int64_t k = 0; k < rows.depth; k += kBlockDepth, ++block) {
+  RowBlock* block =
+      static_cast<RowBlock*>(rows.data) + row * depth_blocks(rows.depth) + first / kBlockDepth;
+  for (int64_t k = first; k < last; k += kBlockDepth, ++block) {
     for (int64_t half = 0; half < 2; ++half) {
       float x[kHalf];
       NativeU32 magnitudes = {};
       for (int64_t i = 0; i < kHalf; i += kNativeLanes) {
-        const int64_t at = k + half * kHalf + i, left = rows.depth - at;
+        const int64_t at = k + half * kHalf + i, left = last - at;
         NativeF32 values = {};
         if (left > 0) {
           values = left < kNativeLanes ? load_rest(from + at, left) : load_native(from + at);
