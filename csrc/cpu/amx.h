@@ -29,6 +29,12 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {};
 };
 
+// Indices of 32 halves that alternate between both halves of a vector.
+FASTSPEC_INLINE __m512i interleaved_halves() {
+  return _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22,
+                          6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+}
+
 // Eight tiles of 16 rows of 64 bytes.
 FASTSPEC_AMX inline void configure_tiles() {
   TileConfig config;

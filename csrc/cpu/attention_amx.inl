@@ -17,6 +17,7 @@ struct HeadBlocks {
   PairTile* queries;                   // [blocks of 16 rows, tiles]
   BF16* keys;                          // [kKeyTile, tiles * kPairDepth]
   BF16* values;                        // [kKeyTile / 2, stride, 2]
+  BF16 (*weights)[kKeyTile];           // of rows up to a multiple of 16
 };
 
 HeadBlocks blocks_of(const AttentionCall& call, const QueryTile& tile, int64_t head,
@@ -28,7 +29,8 @@ HeadBlocks blocks_of(const AttentionCall& call, const QueryTile& tile, int64_t h
           tiles,
           reinterpret_cast<PairTile*>(scratch.queries) + head * row_blocks(num_rows) * tiles,
           reinterpret_cast<BF16*>(scratch.keys) + head * size,
-          reinterpret_cast<BF16*>(scratch.values) + head * size};
+          reinterpret_cast<BF16*>(scratch.values) + head * size,
+          reinterpret_cast<BF16(*)[kKeyTile]>(scratch.weights) + head * padded(num_rows)};
 }
 
 void pack_queries(const AttentionCall& call, const QueryTile& tile,
@@ -102,11 +104,14 @@ bool pack_values(const BF16* const* values, uint64_t kept, int64_t heads, int64_
   return wild != 0;
 }
 
-// weights[row][key] = scale * query . key of 16 rows, of which `count` are written.
+// Scores of 64 keys, [block of keys][key][row].
+struct ScoreBlock {
+  alignas(64) float of[kKeyBlocks][kBlock][kBlock];
+};
+
+// Dot products of 16 rows with keys.
 FASTSPEC_AMX void score_block(const PairTile* queries, const BF16* const* keys, int64_t key_stride,
-                              int64_t tiles, int64_t count, float scale, float* weights,
-                              NextRows<BF16>& next) {
-  alignas(64) float scores[kKeyBlocks][kBlock][kBlock];  // [key][row] of each block of keys
+                              int64_t tiles, ScoreBlock& scores, NextRows<BF16>& next) {
   const int64_t bytes = key_stride * sizeof(BF16), depth = tiles * kPairDepth;
   finish_stores(queries);
   _tile_zero(0);
@@ -125,39 +130,91 @@ FASTSPEC_AMX void score_block(const PairTile* queries, const BF16* const* keys, 
     _tile_loadd(5, keys[3] + d, bytes);
     _tile_dpbf16ps(3, 5, 4);
   }
-  _tile_stored(0, scores[0], 64);
-  _tile_stored(1, scores[1], 64);
-  _tile_stored(2, scores[2], 64);
-  _tile_stored(3, scores[3], 64);
-  for (int64_t block = 0; block < kKeyBlocks; ++block) {
-    NativeF32 columns[kNativeLanes];
-#pragma GCC unroll 16
-    for (int i = 0; i < kNativeLanes; ++i) columns[i] = load_native(scores[block][i]);
-    transpose(columns);
-    next.fetch();
-#pragma GCC unroll 16
-    for (int i = 0; i < kNativeLanes; ++i) {
-      if (i < count) store_native(weights + i * kKeyTile + block * kBlock, columns[i] * scale);
-    }
-  }
+  _tile_stored(0, scores.of[0], 64);
+  _tile_stored(1, scores.of[1], 64);
+  _tile_stored(2, scores.of[2], 64);
+  _tile_stored(3, scores.of[3], 64);
 }
 
-// out[row][d] += sum over keys of weights[row][key] * values[key][d] of up to 16 rows that see any.
-FASTSPEC_AMX void sum_block(const float* weights, const uint64_t* seen, const BF16* values,
-                            int64_t count, int64_t stride, float* out, NextRows<BF16>& next) {
-  alignas(64) BF16 pairs[kBlock][kKeyTile];
-  alignas(64) float sums[kBlock][kColumns * kBlock];
-  for (int64_t r = 0; r < count; ++r) {
-    for (int64_t j = 0; j < kKeyTile; j += kPairDepth) {
-      const float* from = weights + r * kKeyTile + j;
-      const uint64_t bits = seen[r] >> j;
-      const __m512 first = _mm512_maskz_loadu_ps(static_cast<__mmask16>(bits), from);
-      const __m512 second = _mm512_maskz_loadu_ps(static_cast<__mmask16>(bits >> 16), from + 16);
-      const __m512bh both = _mm512_cvtne2ps_pbh(second, first);
-      std::memcpy(&pairs[r][j], &both, sizeof(both));
+// What the rows of a block see of a key tile: words of each row's bits, 0 for rows it lacks.
+struct RowsSeen {
+  __m512i low, high;
+
+  RowsSeen(const uint64_t* tokens, int64_t row, int64_t count, int64_t group) {
+    alignas(64) uint32_t words[2][kBlock] = {};
+    for (int64_t r = 0; r < count; ++r) {
+      const uint64_t seen = tokens[(row + r) / group];
+      words[0][r] = static_cast<uint32_t>(seen);
+      words[1][r] = static_cast<uint32_t>(seen >> 32);
+    }
+    low = _mm512_load_si512(words[0]);
+    high = _mm512_load_si512(words[1]);
+  }
+
+  // The rows that see a key.
+  FASTSPEC_INLINE __mmask16 key(int64_t block, int64_t j) const {
+    const int64_t bit = (block * kBlock + j) % 32;
+    const __m512i word = block * kBlock < 32 ? low : high;
+    return _mm512_test_epi32_mask(word, _mm512_set1_epi32(int32_t{1} << bit));
+  }
+};
+
+// Like `soften` for the rows of a block, whose maxima and sums these are: lanes are rows. Returns
+// the factors for their sums of values, and fills weights [row][key] in bfloat16.
+template <bool masked>
+FASTSPEC_AMX NativeF32 soften_block(ScoreBlock& scores, const RowsSeen* seen, float scale,
+                                    float softcap, float* maxima, float* sums, int64_t count,
+                                    BF16 (*weights)[kKeyTile]) {
+  NativeF32 highest = native(kMinusInfinity);
+  for (int64_t block = 0; block < kKeyBlocks; ++block) {
+    for (int64_t j = 0; j < kBlock; ++j) {
+      NativeF32 x = load_native(scores.of[block][j]) * scale;
+      if (softcap > 0.0f) x = tanh(x) * (softcap * kLog2E);
+      if constexpr (masked) {
+        x = _mm512_mask_mov_ps(native(kMinusInfinity), seen->key(block, j), x);
+      }
+      store_native(scores.of[block][j], x);
+      highest = _mm512_max_ps(x, highest);  // without NaN
     }
   }
-  finish_stores(pairs);
+  finish_stores(&scores);  // or the product and a difference below might be rounded once
+  const __mmask16 rows = static_cast<__mmask16>((1u << count) - 1);
+  const NativeF32 before = _mm512_maskz_loadu_ps(rows, maxima);
+  const NativeF32 raised = _mm512_max_ps(before, highest);
+  const NativeF32 origin = raised == kMinusInfinity ? NativeF32{} : raised;
+  const NativeF32 decay = exp2(before - origin);
+  const __m512i interleaved = interleaved_halves();
+  NativeF32 sum = {};
+  for (int64_t first = 0; first < kKeyTile; first += kPairDepth) {
+    NativeF32 pairs[kBlock];
+    for (int64_t i = 0; i < kBlock; ++i) {
+      const int64_t key = first + 2 * i;
+      const float (*of)[kBlock] = scores.of[key / kBlock] + key % kBlock;
+      const NativeF32 even = exp2(load_native(of[0]) - origin);
+      const NativeF32 odd = exp2(load_native(of[1]) - origin);
+      sum += even + odd;
+      const __m512bh both = _mm512_cvtne2ps_pbh(odd, even);
+      pairs[i] =
+          bit_cast<NativeF32>(_mm512_permutexvar_epi16(interleaved, bit_cast<__m512i>(both)));
+    }
+    transpose(pairs);
+#pragma GCC unroll 16
+    for (int64_t r = 0; r < kBlock; ++r) {
+      std::memcpy(weights[r] + first, &pairs[r], sizeof(pairs[r]));
+    }
+  }
+  const NativeF32 total = multiply_add(_mm512_maskz_loadu_ps(rows, sums), decay, sum);
+  _mm512_mask_storeu_ps(maxima, rows, raised);
+  _mm512_mask_storeu_ps(sums, rows, total);
+  return decay;
+}
+
+// out[row][d] = out[row][d] * decay[row] + the sum over keys of weights[row][key] * values[key][d],
+// for those of 16 rows whose bit is set.
+FASTSPEC_AMX void sum_block(const BF16 (*weights)[kKeyTile], const float* decays, uint32_t rows,
+                            const BF16* values, int64_t stride, float* out, NextRows<BF16>& next) {
+  alignas(64) float sums[kBlock][kColumns * kBlock];
+  finish_stores(weights);
   const int64_t bytes = stride * 2 * sizeof(BF16);
   for (int64_t d = 0; d < stride; d += kColumns * kBlock, values += 2 * kColumns * kBlock) {
     const int64_t columns = (stride - d) / kBlock;
@@ -168,7 +225,7 @@ FASTSPEC_AMX void sum_block(const float* weights, const uint64_t* seen, const BF
     for (int64_t j = 0; j < kKeyTile; j += kPairDepth) {
       const BF16* from = values + j * stride;
       next.fetch();
-      _tile_loadd(4, &pairs[0][j], kKeyTile * sizeof(BF16));
+      _tile_loadd(4, &weights[0][j], kKeyTile * sizeof(BF16));
       _tile_loadd(5, from, bytes);
       _tile_dpbf16ps(0, 4, 5);
       if (columns > 1) {
@@ -188,11 +245,13 @@ FASTSPEC_AMX void sum_block(const float* weights, const uint64_t* seen, const BF
     _tile_stored(1, &sums[0][kBlock], sizeof(sums[0]));
     _tile_stored(2, &sums[0][2 * kBlock], sizeof(sums[0]));
     _tile_stored(3, &sums[0][3 * kBlock], sizeof(sums[0]));
-    for (int64_t r = 0; r < count; ++r) {
+    for (uint32_t left = rows; left != 0; left &= left - 1) {
+      const int64_t r = __builtin_ctz(left);
       float* to = out + r * stride + d;
-      for (int64_t i = 0; i < columns && i < kColumns && seen[r] != 0; ++i) {
+      for (int64_t i = 0; i < columns && i < kColumns; ++i) {
+        const NativeF32 added = load_native(&sums[r][i * kBlock]);
         store_native(to + i * kBlock,
-                     load_native(to + i * kBlock) + load_native(&sums[r][i * kBlock]));
+                     multiply_add(load_native(to + i * kBlock), native(decays[r]), added));
       }
     }
   }
@@ -207,11 +266,12 @@ void sum_blocks(const AttentionCall& call, const QueryTile& tile, int64_t first,
     const HeadBlocks blocks = blocks_of(call, tile, head, scratch);
     for (int64_t i = first; i < last; i += kBlock) {
       const int64_t count = last - i < kBlock ? last - i : kBlock, row = blocks.first_row + i;
-      if (masked && !any_sees(scratch, i, count, group)) continue;
-      uint64_t seen[kBlock];
-      for (int64_t r = 0; r < count; ++r)
-        seen[r] = masked ? scratch.seen[(i + r) / group] : kAllSeen;
-      sum_block(scratch.weights + row * kKeyTile, seen, blocks.values, count, stride,
+      uint32_t rows = (1u << count) - 1;
+      for (int64_t r = 0; masked && r < count; ++r) {
+        if (scratch.seen[(i + r) / group] == 0) rows &= ~(1u << r);
+      }
+      if (rows == 0) continue;
+      sum_block(blocks.weights + i, scratch.lane_sums + row, rows, blocks.values, stride,
                 state.value + row * stride, next);
     }
   }
@@ -237,6 +297,7 @@ void attend_by_tiles(const AttentionCall& call, const QueryTile& tile, const Key
     return pack(keys.keys + kKeyTile, kept, tile.num_kv_heads, size,
                 kKeyTile * first.tiles * kPairDepth, first.values);
   };
+  ScoreBlock scores;
   const bool in_place = whole && per_head <= kMostRowsInPlace && call.block_size % kBlock == 0;
   if (!in_place) {
     const auto pack_all = whole ? pack_keys<true> : pack_keys<false>;
@@ -255,12 +316,12 @@ void attend_by_tiles(const AttentionCall& call, const QueryTile& tile, const Key
       const int64_t row = blocks.first_row + i;
       if (masked && !any_sees(scratch, i, count, group)) continue;
       score_block(blocks.queries + i / kBlock * blocks.tiles, key_blocks, key_stride, blocks.tiles,
-                  count, scale, scratch.weights + row * kKeyTile, values);
-      for (int64_t r = 0; r < count; ++r) {
-        const uint64_t seen = masked ? scratch.seen[(i + r) / group] : kAllSeen;
-        soften<masked>(scratch.weights + (row + r) * kKeyTile, seen, call.softcap, row + r, scratch,
-                       state, stride);
-      }
+                  scores, values);
+      const RowsSeen seen(scratch.seen, i, masked ? count : 0, group);
+      const NativeF32 decay =
+          soften_block<masked>(scores, &seen, scale, call.softcap, state.maximum + row,
+                               state.sum + row, count, blocks.weights + i);
+      std::memcpy(scratch.lane_sums + row, &decay, count * sizeof(float));
     }
   }
   const bool wild = pack_kept(bits_of(0, keys.size));

@@ -204,10 +204,13 @@ FASTSPEC_INLINE float total(NativeF32 x) {
 
 // 2^x within 1 ulp for x <= 127, exactly 1 at 0, 0 below the normal numbers, NaN for NaN.
 FASTSPEC_INLINE NativeF32 exp2(NativeF32 x) {
+#if defined(__AVX512F__)
+  const NativeF32 bounded = x;
+#else
   const NativeF32 bounded = x < -126.0f ? native(-126.0f) : x;
+#endif
   const NativeF32 shifted = bounded + 0x1.8p23f;  // its low bits are the integer part
-  const NativeF32 fraction = bounded - (shifted - 0x1.8p23f);
-  const NativeF32 scale = bit_cast<NativeF32>((bit_cast<NativeU32>(shifted) << 23) + 0x3f800000u);
+  const NativeF32 whole = shifted - 0x1.8p23f, fraction = bounded - whole;
   NativeF32 y = native(1.5461447e-4f);
   y = multiply_add(y, fraction, native(1.3390867e-3f));
   y = multiply_add(y, fraction, native(9.618057e-3f));
@@ -215,7 +218,13 @@ FASTSPEC_INLINE NativeF32 exp2(NativeF32 x) {
   y = multiply_add(y, fraction, native(2.4022651e-1f));
   y = multiply_add(y, fraction, native(6.9314718e-1f));
   y = multiply_add(y, fraction, native(1.0f));
+#if defined(__AVX512F__)
+  const __mmask16 kept = _mm512_cmp_ps_mask(x, native(-126.0f), _CMP_NLT_UQ);
+  return _mm512_maskz_scalef_ps(kept, y, whole);
+#else
+  const NativeF32 scale = bit_cast<NativeF32>((bit_cast<NativeU32>(shifted) << 23) + 0x3f800000u);
   return x < -126.0f ? NativeF32{} : y * scale;
+#endif
 }
 
 FASTSPEC_INLINE float exp2(float x) { return exp2(native(x))[0]; }

@@ -281,9 +281,7 @@ FASTSPEC_AMX void multiply_tiles(const PackedRows& packed, const Product& produc
 template <class F>
 FASTSPEC_AMX void pack_gated(const TileSums& gates, const TileSums& ups, const F& f,
                              BF16 (*lines)[kTileRowsOfAmx][2]) {
-  const __m512i interleaved =
-      _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
-                       21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  const __m512i interleaved = interleaved_halves();
   const auto gated = [&](int64_t output) FASTSPEC_INLINE_LAMBDA {
     return f(load_native(gates.of[output])) * load_native(ups.of[output]);
   };

@@ -4,6 +4,7 @@
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wpsabi"                // these vectors never cross a call
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // raised inside GCC's own intrinsics
+#pragma GCC diagnostic ignored "-Wuninitialized"        // likewise
 #endif
 #include <cstdint>
 #include <cstring>

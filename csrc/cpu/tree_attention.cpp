@@ -102,11 +102,12 @@ void PagedAttention::add_tiles(const AttentionCall& call, int64_t num_workers) {
     const int64_t first = call.cu_rows[b], end = call.cu_rows[b + 1];
     const int64_t most_tokens = std::min(std::max<int64_t>(1, kRowsOfOneHead / group),
                                          std::max<int64_t>(1, (end - first + pieces - 1) / pieces));
-    for (int64_t token = first; token < end; token += most_tokens) {
-      const int64_t num_tokens = std::min(most_tokens, end - token);
-      const int64_t most_heads = std::clamp<int64_t>(kRowsPerTile / (num_tokens * group), 1, share);
-      for (int64_t head = 0; head < call.num_kv_heads; head += most_heads) {
-        const int64_t num_heads = std::min(most_heads, call.num_kv_heads - head);
+    // Tiles of a head follow each other, so that a worker reads few heads.
+    const int64_t most_heads = std::clamp<int64_t>(kRowsPerTile / (most_tokens * group), 1, share);
+    for (int64_t head = 0; head < call.num_kv_heads; head += most_heads) {
+      const int64_t num_heads = std::min(most_heads, call.num_kv_heads - head);
+      for (int64_t token = first; token < end; token += most_tokens) {
+        const int64_t num_tokens = std::min(most_tokens, end - token);
         const int64_t num_rows = num_heads * num_tokens * group;
         tiles_.push_back(
             {b, token, num_tokens, head, num_heads, num_rows, {}, {}, &sights_[token]});
@@ -132,7 +133,7 @@ PagedAttention::Memory PagedAttention::take_memory(int64_t head_size, int64_t nu
     const AttentionScratch scratch = {arena.take(padded_rows * depth),
                                       arena.take(packed),
                                       arena.take(packed),
-                                      arena.take(rows * kKeyTile),
+                                      arena.take(padded_rows * kKeyTile),
                                       arena.take(rows * kRowPadding),
                                       arena.take<uint64_t>(rows)};
     memory.workers.push_back(

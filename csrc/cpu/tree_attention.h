@@ -70,8 +70,8 @@ struct AttentionScratch {
   float* queries;    // [KV heads, rows of a head up to a multiple of kRowPadding, depth]
   float* keys;       // packed, [1 + KV heads, kKeyTile, depth / 2]
   float* values;     // as keys
-  float* weights;    // [rows, kKeyTile]
-  float* lane_sums;  // [rows, kRowPadding]
+  float* weights;    // [rows, kKeyTile], or bfloat16 [KV heads, rows as in queries, kKeyTile]
+  float* lane_sums;  // [rows, kRowPadding], or factors [rows]
   uint64_t* seen;    // [tokens], bit j where the token sees key j of the tile
 };
 

@@ -265,6 +265,7 @@ void attend_typed(const AttentionCall& call, const QueryTile& tile, KeyRange ran
     load_queries<T>(call, tile, scratch.queries);
   }
   for (int64_t i = 0; i < tile.num_rows; ++i) state.maximum[i] = kMinusInfinity;
+  std::memset(state.sum, 0, tile.num_rows * sizeof(float));
   std::memset(scratch.lane_sums, 0, tile.num_rows * kNativeLanes * sizeof(float));
   std::memset(state.value, 0, tile.num_rows * padded(call.head_size) * sizeof(float));
   for (int64_t key = range.first; key < range.last; key += kKeyTile) {
@@ -274,10 +275,10 @@ void attend_typed(const AttentionCall& call, const QueryTile& tile, KeyRange ran
       attend_keys<true, T>(call, tile, key, range.last, scratch, state);
     }
   }
+  if (by_tiles<T>(call)) return release_tiles();
   for (int64_t i = 0; i < tile.num_rows; ++i) {
     state.sum[i] = total(load_native(scratch.lane_sums + i * kNativeLanes));
   }
-  if (by_tiles<T>(call)) release_tiles();
 }
 
 void attend(const AttentionCall& call, const QueryTile& tile, KeyRange range,
@@ -330,9 +331,12 @@ void finish_typed(const AttentionCall& call, const QueryTile& tile, const Attent
     }
     const float factor = sum == 0.0f ? 0.0f : keep / sum;
     T* to = static_cast<T*>(call.out) + (at.token * call.num_heads + at.head) * call.head_size;
-    for (int64_t d = 0; d < call.head_size; ++d) {
-      convert(state.value[row * stride + d] * factor, to + d);
+    const float* value = state.value + row * stride;
+    int64_t d = 0;
+    for (; d + kNativeLanes <= call.head_size; d += kNativeLanes) {
+      store_native(to + d, load_native(value + d) * factor);
     }
+    for (; d < call.head_size; ++d) convert(value[d] * factor, to + d);
   }
 }
 
