@@ -1,7 +1,7 @@
 // Tiles of AMX-BF16: sizes and registers.
 #pragma once
 #include "kernels.h"
-#include "simd.h"
+#include "lanes.h"
 
 namespace fastspec::cpu::FASTSPEC_ISA {
 namespace {
@@ -33,6 +33,30 @@ struct alignas(64) TileConfig {
 FASTSPEC_INLINE __m512i interleaved_halves() {
   return _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22,
                           6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+}
+
+// Sums of a tile are lines with a lane for each of 16 rows. Fewer rows fill a vector with the same
+// rows of several lines: `parts` of them, with 16 / parts rows each.
+template <int parts>
+FASTSPEC_INLINE NativeF32 beside(const float (*lines)[kTileRowsOfAmx], int64_t step) {
+  if constexpr (parts == 1) return _mm512_loadu_ps(lines[0]);
+  if constexpr (parts == 2) {
+    const __m512 first = _mm512_castps256_ps512(_mm256_loadu_ps(lines[0]));
+    return _mm512_insertf32x8(first, _mm256_loadu_ps(lines[step]), 1);
+  }
+  const auto two = [&](const float (*from)[kTileRowsOfAmx]) FASTSPEC_INLINE_LAMBDA {
+    const __m256 first = _mm256_castps128_ps256(_mm_loadu_ps(from[0]));
+    return _mm256_insertf128_ps(first, _mm_loadu_ps(from[step]), 1);
+  };
+  return _mm512_insertf32x8(_mm512_castps256_ps512(two(lines)), two(lines + 2 * step), 1);
+}
+
+// Calls f with an integral_constant: the parts of a vector for this many rows.
+template <class F>
+FASTSPEC_INLINE void with_parts(int64_t num_rows, const F& f) {
+  if (num_rows <= kTileRowsOfAmx / 4) return f(std::integral_constant<int, 4>());
+  if (num_rows <= kTileRowsOfAmx / 2) return f(std::integral_constant<int, 2>());
+  f(std::integral_constant<int, 1>());
 }
 
 // Eight tiles of 16 rows of 64 bytes.

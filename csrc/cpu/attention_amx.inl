@@ -104,9 +104,9 @@ bool pack_values(const BF16* const* values, uint64_t kept, int64_t heads, int64_
   return wild != 0;
 }
 
-// Scores of 64 keys, [block of keys][key][row].
+// Scores of a key tile, [key][row].
 struct ScoreBlock {
-  alignas(64) float of[kKeyBlocks][kBlock][kBlock];
+  alignas(64) float of[kKeyTile][kBlock];
 };
 
 // Dot products of 16 rows with keys.
@@ -131,9 +131,9 @@ FASTSPEC_AMX void score_block(const PairTile* queries, const BF16* const* keys, 
     _tile_dpbf16ps(3, 5, 4);
   }
   _tile_stored(0, scores.of[0], 64);
-  _tile_stored(1, scores.of[1], 64);
-  _tile_stored(2, scores.of[2], 64);
-  _tile_stored(3, scores.of[3], 64);
+  _tile_stored(1, scores.of[1 * kBlock], 64);
+  _tile_stored(2, scores.of[2 * kBlock], 64);
+  _tile_stored(3, scores.of[3 * kBlock], 64);
 }
 
 // What the rows of a block see of a key tile: words of each row's bits, 0 for rows it lacks.
@@ -151,62 +151,93 @@ struct RowsSeen {
     high = _mm512_load_si512(words[1]);
   }
 
-  // The rows that see a key.
-  FASTSPEC_INLINE __mmask16 key(int64_t block, int64_t j) const {
-    const int64_t bit = (block * kBlock + j) % 32;
-    const __m512i word = block * kBlock < 32 ? low : high;
-    return _mm512_test_epi32_mask(word, _mm512_set1_epi32(int32_t{1} << bit));
+  // The lanes of `beside` whose row sees the key of their line.
+  template <int parts>
+  FASTSPEC_INLINE __mmask16 lanes(int64_t key, int64_t step) const {
+    constexpr int kRows = kBlock / parts;
+    uint32_t all = 0;
+    for (int i = 0; i < parts; ++i, key += step) {
+      const __m512i bit = _mm512_set1_epi32(static_cast<int32_t>(1u << key % 32));
+      const uint32_t rows = _mm512_test_epi32_mask(key < 32 ? low : high, bit);
+      all |= (rows & ((1u << kRows) - 1)) << i * kRows;
+    }
+    return static_cast<__mmask16>(all);
   }
 };
 
-// Like `soften` for the rows of a block, whose maxima and sums these are: lanes are rows. Returns
-// the factors for their sums of values, and fills weights [row][key] in bfloat16.
-template <bool masked>
-FASTSPEC_AMX NativeF32 soften_block(ScoreBlock& scores, const RowsSeen* seen, float scale,
-                                    float softcap, float* maxima, float* sums, int64_t count,
-                                    BF16 (*weights)[kKeyTile]) {
-  NativeF32 highest = native(kMinusInfinity);
-  for (int64_t block = 0; block < kKeyBlocks; ++block) {
-    for (int64_t j = 0; j < kBlock; ++j) {
-      NativeF32 x = load_native(scores.of[block][j]) * scale;
-      if (softcap > 0.0f) x = tanh(x) * (softcap * kLog2E);
-      if constexpr (masked) {
-        x = _mm512_mask_mov_ps(native(kMinusInfinity), seen->key(block, j), x);
-      }
-      store_native(scores.of[block][j], x);
-      highest = _mm512_max_ps(x, highest);  // without NaN
+// Combines lanes of one row by f, in the order of keys.
+template <int parts, class F>
+FASTSPEC_INLINE NativeF32 over_parts(NativeF32 x, const F& f) {
+  constexpr std::make_integer_sequence<int, kNativeLanes> lanes;
+  if constexpr (parts == 4) x = f(x, swap<kNativeLanes / 4>(x, lanes));
+  if constexpr (parts >= 2) x = f(x, swap<kNativeLanes / 2>(x, lanes));
+  return x;
+}
+
+// Like `soften` for `count` rows of a block, whose maxima and sums these are: lanes are rows, next
+// to each other for `parts` keys. Fills the factors for their sums of values, and weights
+// [row][key] in bfloat16. The order of sums is that of four groups of 16 keys, whatever the parts.
+template <bool masked, int parts>
+FASTSPEC_AMX void soften_block(ScoreBlock& scores, const RowsSeen& seen, float scale, float softcap,
+                               float* maxima, float* sums, float* decays, int64_t count,
+                               BF16 (*weights)[kKeyTile], NextRows<BF16>& next) {
+  constexpr int64_t kStep = kKeyTile / parts, kRows = kBlock / parts;
+  const auto spread = [](NativeF32 x) FASTSPEC_INLINE_LAMBDA -> NativeF32 {
+    return parts == 4   ? _mm512_shuffle_f32x4(x, x, 0)
+           : parts == 2 ? _mm512_shuffle_f32x4(x, x, 0x44)
+                        : __m512(x);
+  };
+  NativeF32 score[kStep], highest = native(kMinusInfinity);
+  for (int64_t key = 0; key < kStep; ++key) {
+    if (key % (kStep / kKeyBlocks) == 0) next.fetch();
+    NativeF32 x = beside<parts>(scores.of + key, kStep) * scale;
+    if (softcap > 0.0f) x = tanh(x) * (softcap * kLog2E);
+    if constexpr (masked) {
+      x = _mm512_mask_mov_ps(native(kMinusInfinity), seen.lanes<parts>(key, kStep), x);
     }
+    score[key] = x;
+    highest = _mm512_max_ps(x, highest);  // without NaN
   }
-  finish_stores(&scores);  // or the product and a difference below might be rounded once
+  finish_stores(score);  // or the product and a difference below might be rounded once
+  const auto larger = [](NativeF32 a, NativeF32 b)
+                          FASTSPEC_INLINE_LAMBDA -> NativeF32 { return _mm512_max_ps(a, b); };
   const __mmask16 rows = static_cast<__mmask16>((1u << count) - 1);
-  const NativeF32 before = _mm512_maskz_loadu_ps(rows, maxima);
-  const NativeF32 raised = _mm512_max_ps(before, highest);
+  const NativeF32 before = spread(_mm512_maskz_loadu_ps(rows, maxima));
+  const NativeF32 raised = _mm512_max_ps(before, over_parts<parts>(highest, larger));
   const NativeF32 origin = raised == kMinusInfinity ? NativeF32{} : raised;
   const NativeF32 decay = exp2(before - origin);
   const __m512i interleaved = interleaved_halves();
-  NativeF32 sum = {};
-  for (int64_t first = 0; first < kKeyTile; first += kPairDepth) {
-    NativeF32 pairs[kBlock];
-    for (int64_t i = 0; i < kBlock; ++i) {
+  NativeF32 group_sums[kKeyBlocks] = {};
+  for (int64_t first = 0; first < kStep; first += kPairDepth) {
+    NativeF32 pairs[kBlock] = {};
+    for (int64_t i = 0; i < kBlock && 2 * i < kStep; ++i) {
       const int64_t key = first + 2 * i;
-      const float (*of)[kBlock] = scores.of[key / kBlock] + key % kBlock;
-      const NativeF32 even = exp2(load_native(of[0]) - origin);
-      const NativeF32 odd = exp2(load_native(of[1]) - origin);
-      sum += even + odd;
+      const NativeF32 even = exp2(score[key] - origin), odd = exp2(score[key + 1] - origin);
+      NativeF32& sum = group_sums[key / kBlock];
+      sum += even;
+      sum += odd;
       const __m512bh both = _mm512_cvtne2ps_pbh(odd, even);
       pairs[i] =
           bit_cast<NativeF32>(_mm512_permutexvar_epi16(interleaved, bit_cast<__m512i>(both)));
     }
     transpose(pairs);
+    constexpr int64_t kBytes = sizeof(BF16) * (kStep < kPairDepth ? kStep : kPairDepth);
 #pragma GCC unroll 16
-    for (int64_t r = 0; r < kBlock; ++r) {
-      std::memcpy(weights[r] + first, &pairs[r], sizeof(pairs[r]));
+    for (int64_t i = 0; i < kBlock; ++i) {
+      std::memcpy(weights[i % kRows] + i / kRows * kStep + first, &pairs[i], kBytes);
     }
   }
-  const NativeF32 total = multiply_add(_mm512_maskz_loadu_ps(rows, sums), decay, sum);
+  if constexpr (parts == 1) {
+    group_sums[0] += group_sums[1];
+    group_sums[0] += group_sums[2] + group_sums[3];
+  }
+  if constexpr (parts == 2) group_sums[0] += group_sums[1];
+  const auto plus = [](NativeF32 a, NativeF32 b) FASTSPEC_INLINE_LAMBDA { return a + b; };
+  const NativeF32 added = over_parts<parts>(group_sums[0], plus);
+  const NativeF32 sum = multiply_add(_mm512_maskz_loadu_ps(rows, sums), decay, added);
   _mm512_mask_storeu_ps(maxima, rows, raised);
-  _mm512_mask_storeu_ps(sums, rows, total);
-  return decay;
+  _mm512_mask_storeu_ps(sums, rows, sum);
+  _mm512_mask_storeu_ps(decays, rows, decay);
 }
 
 // out[row][d] = out[row][d] * decay[row] + the sum over keys of weights[row][key] * values[key][d],
@@ -318,10 +349,11 @@ void attend_by_tiles(const AttentionCall& call, const QueryTile& tile, const Key
       score_block(blocks.queries + i / kBlock * blocks.tiles, key_blocks, key_stride, blocks.tiles,
                   scores, values);
       const RowsSeen seen(scratch.seen, i, masked ? count : 0, group);
-      const NativeF32 decay =
-          soften_block<masked>(scores, &seen, scale, call.softcap, state.maximum + row,
-                               state.sum + row, count, blocks.weights + i);
-      std::memcpy(scratch.lane_sums + row, &decay, count * sizeof(float));
+      with_parts(count, [&](auto parts) {
+        soften_block<masked, parts.value>(scores, seen, scale, call.softcap, state.maximum + row,
+                                          state.sum + row, scratch.lane_sums + row, count,
+                                          blocks.weights + i, values);
+      });
     }
   }
   const bool wild = pack_kept(bits_of(0, keys.size));

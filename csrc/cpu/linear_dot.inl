@@ -276,28 +276,69 @@ FASTSPEC_AMX void multiply_tiles(const PackedRows& packed, const Product& produc
   _tile_release();
 }
 
-// f(gates) * ups, packed: lines of sums are outputs, and lines of a packed tile pairs of them, so
-// nothing is transposed.
-template <class F>
-FASTSPEC_AMX void pack_gated(const TileSums& gates, const TileSums& ups, const F& f,
-                             BF16 (*lines)[kTileRowsOfAmx][2]) {
+// f(gates) * ups in pairs of outputs: lines of sums are outputs, so nothing is transposed.
+template <int parts, class F>
+FASTSPEC_AMX void gate_pairs(const TileSums& gates, const TileSums& ups, const F& f,
+                             BF16 (*pairs)[kTileRowsOfAmx][2]) {
+  constexpr int64_t kStep = kOutputTile / parts;
   const __m512i interleaved = interleaved_halves();
   const auto gated = [&](int64_t output) FASTSPEC_INLINE_LAMBDA {
-    return f(load_native(gates.of[output])) * load_native(ups.of[output]);
+    return f(beside<parts>(gates.of + output, kStep)) * beside<parts>(ups.of + output, kStep);
   };
-  for (int64_t n = 0; n < kOutputTile; n += 2, ++lines) {
+  for (int64_t n = 0; n < kStep; n += 2) {
     const __m512bh both = _mm512_cvtne2ps_pbh(gated(n + 1), gated(n));
-    const __m512i pairs = _mm512_permutexvar_epi16(interleaved, bit_cast<__m512i>(both));
-    std::memcpy(*lines, &pairs, sizeof(pairs));
+    const __m512i pair = _mm512_permutexvar_epi16(interleaved, bit_cast<__m512i>(both));
+    for (int64_t i = 0; i < parts; ++i) {
+      constexpr int64_t kBytes = sizeof(pair) / parts;
+      std::memcpy(pairs[(i * kStep + n) / 2], reinterpret_cast<const char*>(&pair) + i * kBytes,
+                  kBytes);
+    }
   }
 }
 
-FASTSPEC_AMX void multiply_gated_tiles(const PackedRows& packed, const GatedProduct& product,
-                                       const PackedRows& out, int64_t first, int64_t last) {
+// Outputs from n on of a block of rows; the last ones come with the zeros after them.
+void pack_gated(const TileSums& gates, const TileSums& ups, Activation activation,
+                const PackedRows& out, int64_t block, int64_t n) {
+  PairTile* tile =
+      static_cast<PairTile*>(out.data) + block * pair_tiles(out.depth) + n / kPairDepth;
+  const int64_t first = n % kPairDepth / 2;
+  with_parts(out.num_rows - block * kTileRowsOfAmx, [&](auto parts) {
+    with_activation(activation,
+                    [&](auto f) { gate_pairs<parts.value>(gates, ups, f, tile->pairs + first); });
+  });
+  if (n + kOutputTile >= out.depth && first == 0) {
+    std::memset(tile->pairs[kOutputTile / 2], 0, sizeof(*tile) / 2);
+  }
+}
+
+// A few rows, which read long runs of either weights.
+FASTSPEC_AMX void multiply_gated_rows(const PackedRows& packed, const GatedProduct& product,
+                                      const PackedRows& out, int64_t first, int64_t last) {
+  constexpr int64_t kRun = 8;  // tiles
+  const PairTile* rows = static_cast<const PairTile*>(packed.data);
+  const int64_t depth = packed.depth;
+  TileSums gates[kRun], ups;
+  for (int64_t n = first; n < last; n += kRun * kOutputTile) {
+    const int64_t left = divided_up(last - n, kOutputTile), tiles = left < kRun ? left : kRun;
+    const auto run = [&](const void* weight, int64_t tile, TileSums* sums) {
+      const int64_t at = n + tile * kOutputTile, outputs = last - at;
+      const OutputTile of = {static_cast<const BF16*>(weight) + at * depth,
+                             outputs < kOutputTile ? outputs : kOutputTile};
+      multiply_blocks<1, 1>(&of, depth, rows, kOutputTile, sums);
+    };
+    for (int64_t i = 0; i < tiles; ++i) run(product.gate, i, &gates[i]);
+    for (int64_t i = 0; i < tiles; ++i) {
+      run(product.up, i, &ups);
+      pack_gated(gates[i], ups, product.activation, out, 0, n + i * kOutputTile);
+    }
+  }
+}
+
+FASTSPEC_AMX void multiply_gated_blocks(const PackedRows& packed, const GatedProduct& product,
+                                        const PackedRows& out, int64_t first, int64_t last) {
   const PairTile* rows = static_cast<const PairTile*>(packed.data);
   const int64_t depth = packed.depth, all = row_blocks(packed.num_rows);
   TileSums sums[kMostTiles * kMostTiles];
-  configure_tiles();
   for (int64_t n = first; n < last; n += kOutputTile) {
     const int64_t outputs = last - n < kOutputTile ? last - n : kOutputTile;
     const OutputTile tiles[kMostTiles] = {
@@ -308,18 +349,17 @@ FASTSPEC_AMX void multiply_gated_tiles(const PackedRows& packed, const GatedProd
       const auto run = blocks > 1 ? multiply_blocks<2, 2> : multiply_blocks<2, 1>;
       run(tiles, depth, rows + block * pair_tiles(depth), block == 0 ? kOutputTile : 0, sums);
       for (int64_t i = 0; i < blocks; ++i) {
-        PairTile* tile =
-            static_cast<PairTile*>(out.data) + (block + i) * pair_tiles(out.depth) + n / kPairDepth;
-        const int64_t pair = n % kPairDepth / 2;
-        with_activation(product.activation, [&](auto f) {
-          pack_gated(sums[i], sums[kMostTiles + i], f, tile->pairs + pair);
-        });
-        if (n + kOutputTile >= out.depth && pair == 0) {
-          std::memset(tile->pairs[kOutputTile / 2], 0, sizeof(*tile) / 2);
-        }
+        pack_gated(sums[i], sums[kMostTiles + i], product.activation, out, block + i, n);
       }
     }
   }
+}
+
+FASTSPEC_AMX void multiply_gated_tiles(const PackedRows& packed, const GatedProduct& product,
+                                       const PackedRows& out, int64_t first, int64_t last) {
+  configure_tiles();
+  const bool few = packed.num_rows <= kTileRowsOfAmx;
+  (few ? multiply_gated_rows : multiply_gated_blocks)(packed, product, out, first, last);
   _tile_release();
 }
 

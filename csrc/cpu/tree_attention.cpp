@@ -1,7 +1,6 @@
 #include "tree_attention.h"
 
 #include <algorithm>
-#include <numeric>
 
 #include "kernels.h"
 
@@ -50,15 +49,21 @@ AttentionState take_state(Arena& arena, int64_t rows, int64_t head_size) {
   return {arena.take(rows), arena.take(rows), arena.take(rows * padded(head_size))};
 }
 
-// The minimum number of tiles for the tokens of a sequence, so that all workers get equal shares of
-// little work.
-int64_t num_pieces(const AttentionCall& call, int64_t num_workers) {
+// The number of equal shares into which each sequence's pairs of a head and a token are cut: one
+// for each worker if there is little work.
+int64_t num_shares(const AttentionCall& call, int64_t num_workers) {
   int64_t tasks = 0;
   for (int64_t b = 0; b < call.batch; ++b) {
     tasks += call.num_kv_heads * num_splits({0, call.context_lens[b]});
   }
-  const bool is_enough = tasks >= kTasksPerWorker * num_workers;
-  return is_enough ? 1 : num_workers / std::gcd(tasks, num_workers);
+  return tasks % num_workers == 0 || tasks >= kTasksPerWorker * num_workers ? 1 : num_workers;
+}
+
+// The end of the share that contains item `at` of `count` items.
+int64_t end_of_share(int64_t at, int64_t count, int64_t num_shares) {
+  int64_t share = at * num_shares / count;
+  while (count * (share + 1) / num_shares <= at) ++share;
+  return count * (share + 1) / num_shares;
 }
 
 }  // namespace
@@ -91,27 +96,37 @@ PagedAttention::PagedAttention(const AttentionCall& call, int64_t num_workers)
 }
 
 // Many tokens of one KV head, whose keys are packed once for them, or, if there are enough tiles
-// for all workers, few tokens of several heads, whose keys are adjacent in memory.
+// for all workers, few tokens of several heads, whose keys are adjacent in memory. Tiles of a head
+// follow each other, so that a worker reads few heads.
 void PagedAttention::add_tiles(const AttentionCall& call, int64_t num_workers) {
-  const int64_t group = call.num_heads / call.num_kv_heads, pieces = num_pieces(call, num_workers);
+  const int64_t group = call.num_heads / call.num_kv_heads, shares = num_shares(call, num_workers);
   const int64_t share =
       num_workers == 1
           ? call.num_kv_heads
           : std::max<int64_t>(1, call.batch * call.num_kv_heads / (kTasksPerWorker * num_workers));
   for (int64_t b = 0; b < call.batch; ++b) {
-    const int64_t first = call.cu_rows[b], end = call.cu_rows[b + 1];
-    const int64_t most_tokens = std::min(std::max<int64_t>(1, kRowsOfOneHead / group),
-                                         std::max<int64_t>(1, (end - first + pieces - 1) / pieces));
-    // Tiles of a head follow each other, so that a worker reads few heads.
+    const int64_t first = call.cu_rows[b], count = call.cu_rows[b + 1] - first;
+    const int64_t most_tokens =
+        std::clamp<int64_t>(kRowsOfOneHead / group, 1, std::max<int64_t>(count, 1));
     const int64_t most_heads = std::clamp<int64_t>(kRowsPerTile / (most_tokens * group), 1, share);
     for (int64_t head = 0; head < call.num_kv_heads; head += most_heads) {
       const int64_t num_heads = std::min(most_heads, call.num_kv_heads - head);
-      for (int64_t token = first; token < end; token += most_tokens) {
-        const int64_t num_tokens = std::min(most_tokens, end - token);
-        const int64_t num_rows = num_heads * num_tokens * group;
-        tiles_.push_back(
-            {b, token, num_tokens, head, num_heads, num_rows, {}, {}, &sights_[token]});
+      for (int64_t token = 0; token < count;) {
+        const int64_t start = head * count,
+                      left = end_of_share(start + token, call.num_kv_heads * count, shares) -
+                             start - token;
+        const int64_t num_tokens = std::min({most_tokens, count - token, left});
+        tiles_.push_back({b,
+                          first + token,
+                          num_tokens,
+                          head,
+                          num_heads,
+                          num_heads * num_tokens * group,
+                          {},
+                          {},
+                          &sights_[first + token]});
         look(tiles_.back());
+        token += num_tokens;
       }
     }
   }
