@@ -314,7 +314,7 @@ void multiply_gated(const PackedRows& rows, const GatedProduct& product, const P
   }
   constexpr int64_t kFewRows = 16;
   const int64_t size = product.num_outputs;
-  const int64_t most = rows.num_rows <= kFewRows ? last - first : outputs_of_gated_task(rows);
+  const int64_t most = rows.num_rows <= kFewRows ? last - first : kBlockDepth;
   const Product gates = {product.gate, nullptr, product.gates, Element::kFloat32, size};
   const Product ups = {product.up, nullptr, product.ups, Element::kFloat32, size};
   for (int64_t n = first; n < last; n += most) {

@@ -1,18 +1,14 @@
 // Products of bfloat16 rows and weights by AVX512-BF16 and by AMX tiles. Included by linear.inl.
 
-FASTSPEC_INLINE BF16 narrow(BF16 x) { return x; }
-
-FASTSPEC_INLINE BF16 narrow(float x) {
-  BF16 y;
-  convert(x, &y);
-  return y;
-}
-
-FASTSPEC_INLINE BF16 narrow(F16 x) { return narrow(load_one(&x)); }
-
 template <class T>
 void narrow_row(const T* from, int64_t size, int64_t padded_size, BF16* to) {
-  for (int64_t k = 0; k < size; ++k) to[k] = narrow(from[k]);
+  if constexpr (std::is_same_v<T, BF16>) {
+    std::memcpy(to, from, size * sizeof(T));
+  } else {
+    int64_t k = 0;
+    for (; k + kNativeLanes <= size; k += kNativeLanes) store_native(to + k, load_native(from + k));
+    for (; k < size; ++k) convert(load_one(from + k), to + k);
+  }
   std::memset(to + size, 0, (padded_size - size) * sizeof(BF16));
 }
 
