@@ -1,4 +1,4 @@
-// Normalisation, activation and rotation, one row at a time, with sums in a fixed order.
+// Normalisation and rotation, one row at a time, with sums in a fixed order.
 #include <cmath>
 
 #include "lanes.h"

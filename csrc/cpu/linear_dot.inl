@@ -292,18 +292,21 @@ FASTSPEC_AMX void gate_pairs(const TileSums& gates, const TileSums& ups, const F
   }
 }
 
-// Outputs from n on of a block of rows; the last ones come with the zeros after them.
+// Packs outputs from n on of a block of rows, and the zeros after the last. Lanes past the last row
+// are arbitrary: each sum of a tile is of one row, and theirs are dropped.
 void pack_gated(const TileSums& gates, const TileSums& ups, Activation activation,
                 const PackedRows& out, int64_t block, int64_t n) {
   PairTile* tile =
       static_cast<PairTile*>(out.data) + block * pair_tiles(out.depth) + n / kPairDepth;
-  const int64_t first = n % kPairDepth / 2;
+  const int64_t first = n % kPairDepth, end = out.depth - n + first;
   with_parts(out.num_rows - block * kTileRowsOfAmx, [&](auto parts) {
-    with_activation(activation,
-                    [&](auto f) { gate_pairs<parts.value>(gates, ups, f, tile->pairs + first); });
+    with_activation(activation, [&](auto f) {
+      gate_pairs<parts.value>(gates, ups, f, tile->pairs + first / 2);
+    });
   });
-  if (n + kOutputTile >= out.depth && first == 0) {
-    std::memset(tile->pairs[kOutputTile / 2], 0, sizeof(*tile) / 2);
+  if (n + kOutputTile < out.depth) return;
+  for (int64_t output = end; output < kPairDepth; ++output) {  // NaN, if a row is infinite
+    for (auto& pair : tile->pairs[output / 2]) pair[output % 2] = {};
   }
 }
 

@@ -59,13 +59,6 @@ int64_t num_shares(const AttentionCall& call, int64_t num_workers) {
   return tasks % num_workers == 0 || tasks >= kTasksPerWorker * num_workers ? 1 : num_workers;
 }
 
-// The end of the share that contains item `at` of `count` items.
-int64_t end_of_share(int64_t at, int64_t count, int64_t num_shares) {
-  int64_t share = at * num_shares / count;
-  while (count * (share + 1) / num_shares <= at) ++share;
-  return count * (share + 1) / num_shares;
-}
-
 }  // namespace
 
 int64_t work_of(const AttentionCall& call) {
@@ -100,33 +93,35 @@ PagedAttention::PagedAttention(const AttentionCall& call, int64_t num_workers)
 // follow each other, so that a worker reads few heads.
 void PagedAttention::add_tiles(const AttentionCall& call, int64_t num_workers) {
   const int64_t group = call.num_heads / call.num_kv_heads, shares = num_shares(call, num_workers);
-  const int64_t share =
+  const int64_t heads_of_worker =
       num_workers == 1
           ? call.num_kv_heads
           : std::max<int64_t>(1, call.batch * call.num_kv_heads / (kTasksPerWorker * num_workers));
   for (int64_t b = 0; b < call.batch; ++b) {
     const int64_t first = call.cu_rows[b], count = call.cu_rows[b + 1] - first;
     const int64_t most_tokens =
-        std::clamp<int64_t>(kRowsOfOneHead / group, 1, std::max<int64_t>(count, 1));
-    const int64_t most_heads = std::clamp<int64_t>(kRowsPerTile / (most_tokens * group), 1, share);
+        std::clamp<int64_t>(count, 1, std::max<int64_t>(1, kRowsOfOneHead / group));
+    const int64_t most_heads =
+        std::clamp<int64_t>(kRowsPerTile / (most_tokens * group), 1, heads_of_worker);
+    int64_t end_of_share = 0, num_begun = 0;  // in pairs of a head and a token
     for (int64_t head = 0; head < call.num_kv_heads; head += most_heads) {
       const int64_t num_heads = std::min(most_heads, call.num_kv_heads - head);
-      for (int64_t token = 0; token < count;) {
-        const int64_t start = head * count,
-                      left = end_of_share(start + token, call.num_kv_heads * count, shares) -
-                             start - token;
-        const int64_t num_tokens = std::min({most_tokens, count - token, left});
+      for (int64_t token = 0, num_tokens; token < count; token += num_tokens) {
+        const int64_t at = head * count + token;
+        if (shares == 1 || at >= end_of_share) shares_.push_back(tiles_.size());
+        while (end_of_share <= at) end_of_share = call.num_kv_heads * count * ++num_begun / shares;
+        num_tokens = std::min({most_tokens, count - token, end_of_share - at});
+        const int64_t num_rows = num_heads * num_tokens * group;
         tiles_.push_back({b,
                           first + token,
                           num_tokens,
                           head,
                           num_heads,
-                          num_heads * num_tokens * group,
+                          num_rows,
                           {},
                           {},
                           &sights_[first + token]});
         look(tiles_.back());
-        token += num_tokens;
       }
     }
   }
@@ -145,12 +140,11 @@ PagedAttention::Memory PagedAttention::take_memory(int64_t head_size, int64_t nu
   const int64_t packed = (1 + kv_heads) * kKeyTile * depth / 2;
   Memory memory;
   for (int64_t i = 0; i < num_workers; ++i) {
-    const AttentionScratch scratch = {arena.take(padded_rows * depth),
+    const AttentionScratch scratch = {arena.take(padded_rows * depth), arena.take(packed),
                                       arena.take(packed),
-                                      arena.take(packed),
+                                      // For AMX, twice the size: it reads past the last rows.
                                       arena.take(padded_rows * kKeyTile),
-                                      arena.take(rows * kRowPadding),
-                                      arena.take<uint64_t>(rows)};
+                                      arena.take(rows * kRowPadding), arena.take<uint64_t>(rows)};
     memory.workers.push_back(
         {scratch, take_state(arena, rows, head_size), take_state(arena, rows, head_size)});
   }
@@ -166,7 +160,11 @@ void PagedAttention::run(const AttentionCall& call, Team::Member& member) const 
   const Worker& worker = memory.workers[member.worker];
   const int64_t num_tiles = tiles_.size(), num_splits = splits_.size();
   if (num_splits == 0) {
-    member.share(num_tiles, [&](int64_t t) { attend_all(call, tiles_[t], worker); });
+    member.share(shares_.size(), [&](int64_t share) {
+      const bool is_last = share + 1 == static_cast<int64_t>(shares_.size());
+      const int64_t end = is_last ? num_tiles : shares_[share + 1];
+      for (int64_t t = shares_[share]; t < end; ++t) attend_all(call, tiles_[t], worker);
+    });
     return;
   }
   member.share(num_splits, [&](int64_t n) {

@@ -70,8 +70,8 @@ struct AttentionScratch {
   float* queries;    // [KV heads, rows of a head up to a multiple of kRowPadding, depth]
   float* keys;       // packed, [1 + KV heads, kKeyTile, depth / 2]
   float* values;     // as keys
-  float* weights;    // [rows, kKeyTile], or bfloat16 [KV heads, rows as in queries, kKeyTile]
-  float* lane_sums;  // [rows, kRowPadding], or factors [rows]
+  float* weights;    // [rows, kKeyTile]; AMX: bfloat16 [KV heads, rows as in queries, kKeyTile]
+  float* lane_sums;  // [rows, kRowPadding]; AMX: factors [rows]
   uint64_t* seen;    // [tokens], bit j where the token sees key j of the tile
 };
 
@@ -126,7 +126,8 @@ class PagedAttention {
 
   std::vector<Sight> sights_;
   std::vector<QueryTile> tiles_;
-  std::vector<Split> splits_;  // in the order of tiles; none if a task is a whole tile
+  std::vector<int64_t> shares_;  // the first tile of each task
+  std::vector<Split> splits_;    // in the order of tiles; none if tasks are whole tiles
   std::optional<Scratch<Memory>> memory_;
 };
 

@@ -75,6 +75,16 @@ def test_gates_of_any_size_are_those_of_torch(backend, gate):
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-20, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_an_infinite_row_is_infinite_for_any_number_of_hidden_values(dtype):
+    """What pads the hidden values has no part in the result."""
+    for hidden, rows in product((1, 2, 15, 16, 17, 31, 32, 33, 49), (1, 17)):
+        x = torch.zeros(rows, 32, dtype=dtype)
+        x[:, 0] = torch.inf
+        wide, narrow = torch.ones(hidden, 32, dtype=dtype), torch.ones(32, hidden, dtype=dtype)
+        assert (gated_mlp(x, wide, wide, narrow) == torch.inf).all(), (hidden, rows)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("op", "case", "index", "change", "named"),
