@@ -134,6 +134,11 @@ MUTATIONS = [
         ("if (n > 0 && splits_[n - 1].tile == t) return;", "if (n > 0) return;"),
     ),
     *_of(
+        "csrc/cpu/tree_attention.cpp",
+        ATTENTION,
+        ("shares == 1 || at >= end_of_share", "shares == 1 || at > end_of_share"),
+    ),
+    *_of(
         "csrc/cpu/decoder_layer.cpp",
         "tests/kernels/test_decoder_layers.py",
         ("left.num_heads == right.num_heads &&", ""),
@@ -159,7 +164,9 @@ MUTATIONS = [
         "csrc/cpu/attention_amx.inl",
         ATTENTION,
         ("if (!masked || !wild) {", "if (true) {"),
-        ("const uint64_t bits = seen[r] >> j;", "const uint64_t bits = kAllSeen;"),
+        ("all |= (rows &", "all |= (0xffffu &"),
+        ("group_sums[key / kBlock]", "group_sums[0]"),
+        ("native(decays[r])", "native(1.0f)"),
         ("keys.keys[key] + head * size", "keys.keys[key]"),
         ("in_place ? call.slot_stride", "in_place ? call.head_size"),
         path="amx",
@@ -167,8 +174,16 @@ MUTATIONS = [
     *_of(
         "csrc/cpu/linear_dot.inl",
         "tests/kernels/test_linear.py",
-        ("from + kOutputTile * depth, depth", "from, depth"),
+        ("weight + (n + kOutputTile) * depth", "weight + n * depth"),
         ("rows + steps, 64", "rows, 64"),
+        path="amx",
+    ),
+    *_of(
+        "csrc/cpu/linear_dot.inl",
+        "tests/kernels/test_layers_of_a_decoder.py",
+        ("if (n + kOutputTile < out.depth) return;", "return;"),
+        ("product.activation, out, block + i, n", "product.activation, out, block, n"),
+        ("(i * kStep + n) / 2", "i * kStep / 2"),
         path="amx",
     ),
     *_of(
