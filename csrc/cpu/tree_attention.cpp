@@ -160,9 +160,10 @@ void PagedAttention::run(const AttentionCall& call, Team::Member& member) const 
   const Worker& worker = memory.workers[member.worker];
   const int64_t num_tiles = tiles_.size(), num_splits = splits_.size();
   if (num_splits == 0) {
-    member.share(shares_.size(), [&](int64_t share) {
-      const bool is_last = share + 1 == static_cast<int64_t>(shares_.size());
-      const int64_t end = is_last ? num_tiles : shares_[share + 1];
+    const int64_t num_shares = shares_.size();
+    member.share(num_shares, [&](int64_t task) {
+      const int64_t share = num_shares - 1 - task;  // later tokens see more keys: the longest first
+      const int64_t end = task == 0 ? num_tiles : shares_[share + 1];
       for (int64_t t = shares_[share]; t < end; ++t) attend_all(call, tiles_[t], worker);
     });
     return;
