@@ -174,9 +174,9 @@ FASTSPEC_INLINE NativeF32 over_parts(NativeF32 x, const F& f) {
   return x;
 }
 
-// Like `soften` for `count` rows of a block, whose maxima and sums these are: lanes are rows, next
-// to each other for `parts` keys. Fills the factors for their sums of values, and weights
-// [row][key] in bfloat16. The order of sums is that of four groups of 16 keys, whatever the parts.
+// Like `soften` for `count` rows of a block, whose maxima and sums these are. Lanes are rows, the
+// same ones for `parts` keys. Fills `decays`, the factors of their sums of values, and
+// weights[row][key] in bfloat16. Keys are added in four groups of 16, whatever the parts.
 template <bool masked, int parts>
 FASTSPEC_AMX void soften_block(ScoreBlock& scores, const RowsSeen& seen, float scale, float softcap,
                                float* maxima, float* sums, float* decays, int64_t count,
