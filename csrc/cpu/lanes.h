@@ -96,6 +96,13 @@ FASTSPEC_INLINE void store_native(F16* to, NativeF32 x) {
   for (int i = 0; i < kNativeLanes; ++i) convert(x[i], to + i);
 }
 
+template <class From, class To>
+void convert_row(const From* from, int64_t size, To* to) {
+  int64_t i = 0;
+  for (; i + kNativeLanes <= size; i += kNativeLanes) store_native(to + i, load_native(from + i));
+  for (; i < size; ++i) convert(load_one(from + i), to + i);
+}
+
 // Lane i of the result is lane from[i] of a, or of b if from[i] is too large.
 template <int... from>
 FASTSPEC_INLINE NativeF32 pick(NativeF32 a, NativeF32 b) {

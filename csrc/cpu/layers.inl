@@ -46,23 +46,13 @@ void add(const float* from, int64_t size, float* to) {
 }
 
 void widen_values(const void* from, Element element, int64_t size, float* to) {
-  with_type(element, [&](auto type) {
-    const auto* values = static_cast<decltype(type)>(from);
-    int64_t i = 0;
-    for (; i + kNativeLanes <= size; i += kNativeLanes)
-      store_native(to + i, load_native(values + i));
-    for (; i < size; ++i) to[i] = load_one(values + i);
-  });
+  with_type(element, [&](auto type) { convert_row(static_cast<decltype(type)>(from), size, to); });
 }
 
 void narrow_values(const float* from, int64_t size, Element element, void* to) {
   with_type(element, [&](auto type) {
     using T = std::remove_const_t<std::remove_pointer_t<decltype(type)>>;
-    int64_t i = 0;
-    for (; i + kNativeLanes <= size; i += kNativeLanes) {
-      store_native(static_cast<T*>(to) + i, load_native(from + i));
-    }
-    for (; i < size; ++i) convert(from[i], static_cast<T*>(to) + i);
+    convert_row(from, size, static_cast<T*>(to));
   });
 }
 

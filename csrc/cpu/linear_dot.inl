@@ -5,9 +5,7 @@ void narrow_row(const T* from, int64_t size, int64_t padded_size, BF16* to) {
   if constexpr (std::is_same_v<T, BF16>) {
     std::memcpy(to, from, size * sizeof(T));
   } else {
-    int64_t k = 0;
-    for (; k + kNativeLanes <= size; k += kNativeLanes) store_native(to + k, load_native(from + k));
-    for (; k < size; ++k) convert(load_one(from + k), to + k);
+    convert_row(from, size, to);
   }
   std::memset(to + size, 0, (padded_size - size) * sizeof(BF16));
 }

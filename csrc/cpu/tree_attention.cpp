@@ -50,7 +50,7 @@ AttentionState take_state(Arena& arena, int64_t rows, int64_t head_size) {
 }
 
 // The number of equal shares into which each sequence's pairs of a head and a token are cut: one
-// for each worker if there is little work.
+// for each worker if there is little work, which whole heads do not divide equally.
 int64_t num_shares(const AttentionCall& call, int64_t num_workers) {
   int64_t tasks = 0;
   for (int64_t b = 0; b < call.batch; ++b) {
